@@ -21,11 +21,14 @@ from deployments.engines import dispatch_lock
 from deployments.engines.diffusers import engine as module
 from deployments.engines.diffusers import pipeline
 from deployments.engines.diffusers.batches import DrawnPicture, DrawRequest, Step
-from deployments.engines.diffusers.requests import Setting
+from deployments.engines.diffusers.requests import Limits, Setting
+from deployments.engines.forms import Form
+from deployments.requests.image_fields import ImageFields
 from models import shapes
 from models.shapes import Fact, all_facts
 from tests.support import image_models
 from tests.support import pictures as pic
+from tests.support.archives import growth
 from tests.support.engine_host import (
     Child,
     ZygoteUnderTest,
@@ -457,3 +460,17 @@ def test_other_classes_of_pipelines_draw_preview_and_edit(
         assert pic.edit(child, fields, {"image": red})[0] == 200
         status, body = ask(child, "x", x_negative_prompt="y")
         assert (status == 200) == takes_negative
+
+
+@pytest.mark.spec("L2")
+async def test_uploads_of_edits_are_decoded_one_after_the_other(drawing: Path) -> None:
+    side = 4096
+    decoded_bytes = 4 * side * side  # as Pillow has them, four bytes for each pixel
+    engine = module.DiffusersEngine(config(drawing))
+    engine.pipeline.limits = Limits(64, 64, 16, 64 * 64, 10, 50, None, True, True, True, True)
+    form = Form(files={"image": [pic.png(Image.new("RGB", (side, side), "red"))]})
+    fields = ImageFields(prompt="x")
+    with growth() as grown:
+        orders = await asyncio.gather(*(engine._order(fields, form, "", "") for _ in range(4)))
+        assert [order.setting.width for order in orders] == [64] * 4
+        assert grown() < 1.75 * decoded_bytes

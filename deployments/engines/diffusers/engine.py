@@ -14,6 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -61,6 +62,8 @@ class DiffusersEngine:
         self.pipeline = Pipeline(config["model"], args, threads, slots)
         self.dispatch_lock = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.batches = Batches(self._draw, args.get("max_batch", 4))
+        # One thread, because an upload is 64 MiB once it is decoded, until it is reduced.
+        self.decoder = ThreadPoolExecutor(1, "decode")
         self.adapters: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
         self.removed_tenants: list[str] = []  # removed while the engine was asleep
@@ -173,7 +176,8 @@ class DiffusersEngine:
         limits, edit = self.pipeline.limits, None
         adapter = await self._adapter(name, tenant)
         if form is not None:
-            edit = await asyncio.to_thread(requests.edit_of, form, fields, limits)
+            work = requests.edit_of, form, fields, limits
+            edit = await asyncio.get_running_loop().run_in_executor(self.decoder, *work)
         setting = requests.setting_of(fields, limits, adapter, edit)
         seed = secrets.randbits(32) if fields.x_seed is None else fields.x_seed
         seeds = range(seed, seed + (fields.n or 1))

@@ -24,12 +24,11 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
     try:
         _check_header(raw, field, most_pixels)
         with opened(raw, FORMATS) as image:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut to 255
-                return _reduced_grey(upright)
-            is_transparent = upright.has_transparency_data
-            return upright.convert("RGBA" if is_transparent else "RGB")
+            ImageOps.exif_transpose(image, in_place=True)  # copies no picture that is upright
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut to 255
+                return _reduced_grey(image)
+            mode = "RGBA" if image.has_transparency_data else "RGB"
+            return image if image.mode == mode else image.convert(mode)
     except BROKEN as error:
         formats = ", ".join(FORMATS)
         raise BadField(field, f"`{field}` is no sound {formats} file: {error}") from error

@@ -109,15 +109,20 @@ def edit_of(form: Form, fields: ImageFields, limits: Limits) -> Edit:
     if not limits.can_edit:
         raise BadField("model", "this model makes pictures from text only")
     upload = picture_files.open_upload(uploads[0], "image")
-    mask = _mask(form, upload.size, limits)
-    is_own = fields.size in (None, "auto")
-    width, height = _fitted(upload.size, limits) if is_own else size_of(fields.size, limits)
+    size, is_own = upload.size, fields.size in (None, "auto")
+    result_size = _fitted(size, limits) if is_own else size_of(fields.size, limits)
+    image = _rgb(upload).resize(result_size, Image.Resampling.LANCZOS)
+    del upload  # before the mask is decoded: each may be 64 MiB
+    mask = _mask(form, size, limits)
     is_variation = isinstance(fields, VariationFields)
     strength = fields.x_strength or (
         1.0 if mask else VARIATION_STRENGTH if is_variation else STRENGTH
     )
-    image = upload.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-    return Edit(image, mask and mask.resize((width, height)), strength)
+    return Edit(image, mask and mask.resize(result_size), strength)
+
+
+def _rgb(upload: Image.Image) -> Image.Image:
+    return upload if upload.mode == "RGB" else upload.convert("RGB")
 
 
 def _mask(form: Form, size: tuple[int, int], limits: Limits) -> Image.Image | None:

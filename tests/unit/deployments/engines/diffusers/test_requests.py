@@ -14,6 +14,7 @@ from deployments.engines.diffusers import requests
 from deployments.engines.diffusers.requests import Limits, Setting
 from deployments.engines.forms import Form
 from deployments.requests.image_fields import VariationFields
+from tests.support.archives import growth
 from tests.support.pictures import png, upper_half
 
 LIMITS = Limits(
@@ -149,6 +150,19 @@ def test_a_model_without_edits_refuses_them() -> None:
     assert refused(edit, replace(LIMITS, can_edit=False)) == "model"
     masked = {"image": [RED], "mask": [upper_half()]}
     assert refused(edit, replace(LIMITS, can_inpaint=False), masked) == "mask"
+
+
+@pytest.mark.spec("L2")
+def test_an_edit_of_the_largest_upload_and_mask_holds_little_more_than_one_of_them() -> None:
+    side = 4096
+    decoded_bytes = 4 * side * side  # as Pillow has them, four bytes for each pixel
+    files = {
+        "image": [png(Image.new("RGB", (side, side), "red"))],
+        "mask": [png(Image.new("L", (side, side), 255))],
+    }
+    with growth() as grown:
+        assert edit(files=files).edit is not None
+        assert grown() < 1.75 * decoded_bytes
 
 
 def test_an_edit_has_the_size_of_its_picture_or_the_one_asked_for() -> None:
