@@ -10,12 +10,32 @@ import io
 import numpy as np
 from PIL import Image, ImageOps
 
+from arbiter.errors import RequestError
 from deployments.engines.asgi import BadField
 from deployments.requests.image_fields import Format
 from deployments.requests.picture_bounds import BROKEN, SEVERAL_IN_JPEG, opened
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+# Of an answer, in pixels: what libwebp and libjpeg write (WEBP_MAX_DIMENSION, JPEG_MAX_DIMENSION).
+# A PNG may have more than any request asks for.
+MAX_SIDES: dict[Format, int] = {"webp": 16_383, "jpeg": 65_500}
 MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size
+
+
+class EncodingFailed(RequestError):
+    """The library raised an error while it wrote a picture's file."""
+
+    status_code, code = 500, "encoding_failed"
+
+    def __init__(self, file_format: str, cause: str) -> None:
+        super().__init__(file_format, cause)
+        self.file_format, self.cause = file_format, cause
+
+    def __str__(self) -> str:
+        return (
+            f"the picture could not be written as {self.file_format}: {self.cause};"
+            " ask for another `output_format`"
+        )
 
 
 def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -65,8 +85,11 @@ def mask_of(upload: Image.Image) -> Image.Image:
 
 
 def encode(image: Image.Image, file_format: Format, quality: int | None) -> bytes:
-    """`quality`: 0 to 100, of jpeg and webp; None: 100, as OpenAI has it."""
+    """`quality`: 0 to 100, of jpeg and webp; None: 100, as OpenAI has it. Raises EncodingFailed."""
     target = io.BytesIO()
     how = {} if file_format == "png" else {"quality": 100 if quality is None else quality}
-    image.save(target, format=file_format, **how)
+    try:
+        image.save(target, format=file_format, **how)
+    except (OSError, ValueError, SystemError) as error:
+        raise EncodingFailed(file_format, f"{type(error).__name__}: {error}") from error
     return target.getvalue()

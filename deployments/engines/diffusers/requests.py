@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from PIL import Image
@@ -85,6 +86,10 @@ def setting_of(
         raise BadField("x_strength", f"{edit.strength} of {steps} steps is none; take {least}")
     guidance = limits.guidance if fields.x_guidance is None else fields.x_guidance
     width, height = edit.image.size if edit else size_of(fields.size, limits)
+    file_format = fields.output_format or "png"
+    most = picture_files.MAX_SIDES.get(file_format, inf)
+    if max(width, height) > most:
+        raise BadField("size", f"{width}x{height}: a {file_format} has at most {most} on a side")
     return Setting(width, height, steps, guidance, adapter, edit)
 
 

@@ -13,7 +13,12 @@ from PIL import Image
 
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files
-from deployments.engines.diffusers.picture_files import encode, mask_of, open_upload
+from deployments.engines.diffusers.picture_files import (
+    EncodingFailed,
+    encode,
+    mask_of,
+    open_upload,
+)
 from deployments.requests.picture_bounds import MAX_SCANS
 from models.shapes import Fact, draw
 from tests.support.examples import examples
@@ -194,6 +199,15 @@ def test_an_answer_decodes_to_the_picture(kind: str) -> None:
     again = Image.open(io.BytesIO(raw))
     assert again.format == kind.upper()
     assert difference(again.resize((8, 8)), STILL.resize((8, 8))) < 10
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_an_answer_that_its_format_cannot_hold_is_a_typed_error(kind: str) -> None:
+    wide = picture_files.MAX_SIDES[kind] + 1  # type: ignore[index]
+    with pytest.raises(EncodingFailed, match=f"could not be written as {kind}"):
+        encode(Image.new("RGB", (wide, 1)), kind, None)  # type: ignore[arg-type]
+    assert encode(Image.new("RGB", (wide - 1, 1)), kind, None)  # type: ignore[arg-type]
 
 
 def test_compression_makes_an_answer_smaller() -> None:

@@ -89,6 +89,29 @@ def test_a_field_out_of_bounds_is_refused_by_name(fields: dict[str, Any], field:
     assert refused(setting, **fields) == field
 
 
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    ("file_format", "side", "is_taken"),
+    [
+        ("webp", 16_368, True),
+        ("webp", 16_384, False),
+        ("jpeg", 65_488, True),
+        ("jpeg", 65_504, False),
+        ("png", 99_984, True),
+        (None, 99_984, True),
+    ],
+)
+def test_a_side_that_the_format_of_the_answer_has_no_number_for_is_refused(
+    file_format: str | None, side: int, is_taken: bool
+) -> None:
+    wide = replace(LIMITS, max_pixels=1 << 24)
+    for size in (f"{side}x16", f"16x{side}"):
+        if is_taken:
+            assert setting(wide, size=size, output_format=file_format).steps == 10
+        else:
+            assert refused(setting, wide, size=size, output_format=file_format) == "size"
+
+
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_picture_body_that_is_no_object_is_refused(raw: bytes) -> None:
