@@ -58,7 +58,8 @@ class Memory:
 
 
 def process(pid: int) -> Process | None:
-    """Returns the process of this pid; None when there is none."""
+    """Returns the process of this pid; None when there is none, or when /proc shows only their own
+    processes to users (hidepid, proc(5)) and it is another user's."""
     try:
         # The bare calls: this is asked of every process each time an engine dies, and a queued
         # ticket waits for the answer. Path.read_text takes five times as long.
@@ -67,7 +68,7 @@ def process(pid: int) -> Process | None:
             text = os.read(fd, _STAT_MOST_BYTES).decode(errors="replace")
         finally:
             os.close(fd)
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name may hold spaces and brackets, so fields are counted after its last bracket (proc(5)).
     state, parent, group, session, *rest = text[text.rindex(")") + 2 :].split()

@@ -146,6 +146,34 @@ def test_unreadable_files_of_another_user_are_skipped(
     assert found.device_bytes < 20 * MIB + SLACK
 
 
+def as_another_user(mount: Path) -> int:
+    """Reads every process as a user without rights of root; returns an exit status."""
+    os.chdir(mount)  # whose parents are root's
+    procfs.PROC = Path()
+    os.setgroups([])
+    os.setgid(12_345)
+    os.setuid(12_345)
+    found = procfs.processes()
+    return 0 if os.getpid() in found and 1 not in found else 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root mounts, and becomes another user")
+def test_processes_that_proc_keeps_from_this_user_are_none(tmp_path: Path) -> None:
+    mounting = ["mount", "-t", "proc", "-o", "hidepid=1", "proc", str(tmp_path)]
+    if subprocess.run(mounting, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no process mount")
+    try:
+        if (pid := os.fork()) == 0:
+            status = 2
+            try:
+                status = as_another_user(tmp_path)
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_the_tree_keeps_members_whose_parent_died() -> None:
     def orphaning() -> int:
         os.setsid()
