@@ -34,6 +34,7 @@ _PLACE = struct.Struct("<Q32s")  # offset of the bytes, digest
 _ENTRY_BYTES = _MARK.size + _PLACE.size
 _ALIGNED_BYTES = 4 * KIB
 _PIECE_BYTES = MIB  # copied at once; a larger row takes several
+_ENTRIES_AT_ONCE = 1_024  # that are read of a table; a file of 1 GiB has about 500
 # Written back so often, so that a save takes little of the RAM that it is to free.
 _SYNC_BYTES = 64 * MIB
 _DIGEST_BYTES = 32
@@ -326,18 +327,26 @@ def _read_head(fd: int) -> _Head | None:
 
 
 def _read_table(fd: int, head: _Head) -> Iterator[_Row]:
-    """Returns the entries of the table that can be: others are damage."""
+    """Returns the entries of the table that can be: others are damage, and so is a count of more
+    rows than the file has room for."""
     size = os.fstat(fd).st_size
-    count = min(head.rows_count, max(0, size - _TABLE_AT) // _ENTRY_BYTES)
-    try:
-        table = os.pread(fd, count * _ENTRY_BYTES, _TABLE_AT)
-    except OSError:  # of the disk
-        return
-    for at in range(0, len(table) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
-        kind, expires, used, tenant, length, key, stored = _MARK.unpack_from(table, at)
-        offset, digest = _PLACE.unpack_from(table, at + _MARK.size)
+    most = max(0, size - _TABLE_AT) // (_ENTRY_BYTES + _up(max(1, head.row_bytes)))
+    count = min(head.rows_count, most)
+    for first in range(0, count, _ENTRIES_AT_ONCE):
+        length = min(_ENTRIES_AT_ONCE, count - first) * _ENTRY_BYTES
+        try:
+            entries = os.pread(fd, length, _TABLE_AT + first * _ENTRY_BYTES)
+        except OSError:  # of the disk
+            return
+        yield from _sound_rows(entries, head.row_bytes, size)
+
+
+def _sound_rows(entries: bytes, row_bytes: int, file_bytes: int) -> Iterator[_Row]:
+    for at in range(0, len(entries) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
+        kind, expires, used, tenant, length, key, stored = _MARK.unpack_from(entries, at)
+        offset, digest = _PLACE.unpack_from(entries, at + _MARK.size)
         mark = Mark(key[:length], expires, used, tenant, kind, stored)
-        has_bytes = 0 < length <= layout.KEY_BYTES and offset + head.row_bytes <= size
+        has_bytes = 0 < length <= layout.KEY_BYTES and offset + row_bytes <= file_bytes
         if has_bytes and mark.is_sound:
             yield _Row(mark, offset, digest)
 

@@ -6,13 +6,14 @@ import resource
 import shutil
 import signal
 import stat
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from arbiter.pool import Mark, SavedRows, SlabView, Term, slab_file
-from arbiter.pool.layout import LONGEST_TERM_S, TERMS_S
+from arbiter.pool.layout import LONGEST_TERM_S, TERMS_S, Removal
 from arbiter.units import MIB, Bytes, Content
 from tests.support import slabs
 from tests.support.slabs import (
@@ -236,6 +237,25 @@ def test_damaged_file_has_only_the_rows_that_check_and_is_no_error(
     saved(fd, path)
     damage(path)
     assert len(readable(path)) == left
+
+
+@pytest.mark.spec("G4")
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_file_that_counts_more_rows_than_it_has_room_for_is_read_in_little_memory(
+    fd: int, path: Path, is_erased: bool
+) -> None:
+    saved(fd, path)
+    count_impossibly_many(path)
+    os.truncate(path, 256 * MIB)  # without a block on the disk
+    tracemalloc.start()
+    try:
+        if is_erased:
+            slab_file.erase_tenant(path, Removal(bytes(16), CLOCK()))
+        else:
+            assert len(readable(path)) == 5
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("damage", [empty, fill_with_garbage, put_a_folder, put_a_link, put_a_pipe])
