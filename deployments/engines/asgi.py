@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from arbiter.errors import RequestError
 from deployments import messages
-from deployments.engines.protocol import Receive, Send
+from deployments.engines.protocol import ENDINGS, Receive, Send
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class TypedFailures(AbstractAsyncContextManager["TypedFailures", bool]):
     ) -> bool:
         """Answers an error in place of the application. After an answer has begun the server notes
         the error, and closes what is not whole."""
-        if self._has_begun or not isinstance(error, Exception):
+        if self._has_begun or error is None or isinstance(error, ENDINGS):
             return False
         sys.excepthook(type(error), error, error.__traceback__)
         await refuse_request(self._send, RequestFailed())

@@ -44,6 +44,7 @@ from typing import Any, NoReturn, cast
 from arbiter import heap
 from deployments.engines import asgi, lent, linux, shared_copy
 from deployments.engines.protocol import (
+    ENDINGS,
     CannotReload,
     CannotSleep,
     CapsSlabs,
@@ -167,7 +168,7 @@ class _LoadErrors(AbstractContextManager["_LoadErrors", bool]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception | SystemExit):
+        if error is None or isinstance(error, ENDINGS):
             return False
         sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the traceback
         self.host.failure = load_failure(error)

@@ -29,6 +29,7 @@ deployments.engines.vllm.routes.prewarm does; another answers 404.
 Then one line of the configuration names it: `engine: my_package.echo:build`.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -174,6 +175,11 @@ _MEMORY_WORDS = (
     "no available memory for the cache",
     "kv cache is needed, which is larger than the available",
 )
+
+
+# What ends a task or the process from outside. Everything else is a failure of what was done, an
+# error that is no Exception too: a panic of a library in Rust is none (pyo3's PanicException).
+ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)
 
 
 def load_failure(error: BaseException) -> EngineLoadFailed:

@@ -5,9 +5,12 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from deployments.engines import host as host_module
+from deployments.engines import linux
 from deployments.engines.host import EngineHost
-from deployments.engines.protocol import CannotReload
+from deployments.engines.protocol import ENDINGS, CannotReload
 from tests.support.fake_engine import FakeEngine
 
 
@@ -104,6 +107,60 @@ async def test_failure_of_an_engines_application_is_an_error_that_clients_can_re
     assert says_so or "of this request" in capsys.readouterr().err
     host.engine.app = works
     assert (await asked(host, "/v1/models"))[0] == 200
+
+
+# A Precompiled normalizer whose table is shorter than it says, on which `tokenizers` panics
+PANICS = """{"version": "1.0", "added_tokens": [],
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="},
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}"""
+
+
+class Panics(FakeEngine):
+    """Its library is written in Rust, and panics in a load or with a request."""
+
+    def __init__(self, *, loads: bool) -> None:
+        super().__init__({})
+        self.loads = loads
+
+    async def load(self) -> None:
+        if not self.loads:
+            Tokenizer.from_str(PANICS)
+        await super().load()
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        Tokenizer.from_str(PANICS)
+
+
+@pytest.mark.spec("A12", "J1")
+async def test_panic_of_a_library_in_rust_is_the_cause_of_a_failed_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no Exception."""
+    ended = asyncio.Event()
+    monkeypatch.setattr(linux, "end", lambda _: ended.set())
+    monkeypatch.setattr(host_module, "UNASKED_S", 0.0)
+    host = EngineHost()
+    host.engine = Panics(loads=False)
+    async with asyncio.timeout(60):
+        loading = asyncio.ensure_future(host._load())
+        await asyncio.wait({loading})
+    assert host.loaded.is_set() and ended.is_set() and loading.exception() is None
+    assert host.failure is not None and host.failure.kind == "PanicException"
+
+
+@pytest.mark.spec("J1")
+async def test_panic_with_a_request_is_an_error_that_clients_can_read() -> None:
+    host = await host_of(Panics(loads=True))
+    status, said = await asked(host, "/v1/models")
+    assert (status, json.loads(said)["error"]["code"]) == (500, "engine_failed")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_what_ends_a_task_from_outside_is_no_failure(ending: type[BaseException]) -> None:
+    host = EngineHost()
+    with pytest.raises(ending), host.catch():
+        raise ending
+    assert host.failure is None
 
 
 class LoadsOnce(FakeEngine):
