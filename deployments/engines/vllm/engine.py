@@ -13,6 +13,7 @@ import asyncio
 import os
 from argparse import Namespace
 from functools import cache
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +253,9 @@ class VllmEngine:
         if not self.is_pooling:
             self.prewarmer = Prewarmer(llm, self.config, api)
         if self.most_tokens:
-            self.growth = ContextGrowth(api, self.args.served_model_name[0], self.most_tokens)
+            longest = llm.tokenizer.max_chars_per_token if llm.tokenizer else inf
+            name = self.args.served_model_name[0]
+            self.growth = ContextGrowth(api, name, self.most_tokens, longest)
         if self.adapters is not None:
             llm.adapters = self.adapters
             self.adapters.adopt(llm, api.state)

@@ -5,6 +5,7 @@ restart an engine with a request that the grown engine refuses again.
 
 import json
 import re
+from math import inf
 from typing import Any
 
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -39,11 +40,20 @@ class PromptUncountable(Exception):
     """vLLM cannot count the prompt's tokens; its refusal says what is wrong with the request."""
 
 
-class ContextGrowth:
-    """Stands between the host and vLLM's own application. `most_tokens`: the context once grown."""
+class PromptTooLong(Exception):
+    """The prompt has more characters than the grown context has in tokens, whatever these are."""
 
-    def __init__(self, api: Asgi, model: str, most_tokens: int) -> None:
+
+class ContextGrowth:
+    """Stands between the host and vLLM's own application. `most_tokens`: the context once grown.
+    `token_characters`: of the longest token, by which a prompt is refused before it is tokenized,
+    as vLLM does: 4 MiB of text take seconds and 1 GiB."""
+
+    def __init__(
+        self, api: Asgi, model: str, most_tokens: int, token_characters: float = inf
+    ) -> None:
         self.api, self.model, self.most_tokens = api, model, most_tokens
+        self.most_characters = most_tokens * token_characters
 
     async def serve(self, app: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers as `app` does, and marks a refusal that growth would avoid."""
@@ -64,15 +74,22 @@ class ContextGrowth:
             else:
                 refusal += message.get("body", b"")
                 if not message.get("more_body"):
-                    await self._refuse(scope["path"], raw, start, refusal, send)
+                    refused = start, refusal
+                    await self._refuse(scope["path"], raw, refused, receive, send)
 
         await app(scope, asgi.replay(raw, receive), judging)
 
-    async def _refuse(self, path: str, raw: bytes, start: Any, refusal: bytes, send: Send) -> None:
+    async def _refuse(
+        self, path: str, raw: bytes, refused: tuple[Any, bytes], receive: Receive, send: Send
+    ) -> None:
+        """Passes vLLM's refusal on. `refused`: its head and its body."""
+        start, refusal = refused
         headers = list(start["headers"])
         if _TOO_LONG.search(refusal.decode(errors="replace")):
             try:
-                needed = await self._needed(path, json.loads(raw))
+                needed = await self._needed(path, json.loads(raw), receive)
+            except PromptTooLong:
+                needed = inf
             except (
                 PromptUncountable,
                 LookupError,
@@ -91,28 +108,36 @@ class ContextGrowth:
         await send({**start, "headers": headers})
         await send({"type": "http.response.body", "body": refusal})
 
-    async def _needed(self, path: str, body: Body) -> int:
+    async def _needed(self, path: str, body: Body, receive: Receive) -> float:
         """The context in tokens in which vLLM would answer: the longest prompt and one token, or
         the longest answer that the request allows, whichever is more; where both together exceed
-        the context, vLLM shortens the answer. Raises PromptUncountable, and whatever a body of
-        another shape raises."""
+        the context, vLLM shortens the answer. Raises PromptUncountable, PromptTooLong, and whatever
+        a body of another shape raises."""
         most_answered = max(int(body.get(name) or 1) for name in _MOST[path])
-        return max(most_answered, 1 + await self._length(path, body))
+        return max(most_answered, 1 + await self._length(path, body, receive))
 
-    async def _length(self, path: str, body: Body) -> int:
+    async def _length(self, path: str, body: Body, receive: Receive) -> int:
         if path == "/v1/responses":
-            return await self._counted(_as_chat(body))
+            return await self._counted(_as_chat(body), receive)
         if path == "/v1/chat/completions":
-            return await self._counted({k: body[k] for k in _CHAT if k in body})
+            return await self._counted({k: body[k] for k in _CHAT if k in body}, receive)
         special = {k: body[k] for k in ("add_special_tokens",) if k in body}
+        prompts = _prompts(body["prompt"])
+        self._check_characters(max((len(p) for p in prompts if isinstance(p, str)), default=0))
         lengths = [
-            await self._counted({"prompt": p, **special}) if isinstance(p, str) else len(p)
-            for p in _prompts(body["prompt"])
+            await self._counted({"prompt": p, **special}, receive) if isinstance(p, str) else len(p)
+            for p in prompts
         ]
         return max(lengths)
 
-    async def _counted(self, body: Body) -> int:
-        """Tokens of a prompt. Raises PromptUncountable."""
+    def _check_characters(self, count: int) -> None:
+        """Raises PromptTooLong."""
+        if count > self.most_characters:
+            raise PromptTooLong(count)
+
+    async def _counted(self, body: Body, receive: Receive) -> int:
+        """Tokens of a prompt. Raises PromptUncountable, PromptTooLong."""
+        self._check_characters(_characters(body.get("messages")))
         scope = {
             "type": "http",
             "method": "POST",
@@ -134,10 +159,19 @@ class ContextGrowth:
             answer.append(message.get("body", b""))
 
         raw = json.dumps({"model": self.model, **body}).encode()
-        await self.api(scope, asgi.replay(raw, asgi.never), heard)
+        await self.api(scope, asgi.replay(raw, receive), heard)
         if statuses != [200]:
             raise PromptUncountable(statuses)
         return int(json.loads(b"".join(answer))["count"])
+
+
+def _characters(messages: Any) -> int:
+    """The characters of all texts of a chat."""
+    contents = [m.get("content") for m in messages or () if isinstance(m, dict)]
+    texts = [content for content in contents if isinstance(content, str)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts += [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
+    return sum(len(text) for text in texts)
 
 
 def _as_chat(body: Body) -> Body:
@@ -175,10 +209,12 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
     raise ValueError(prompt)
 
 
-def _with_most(refusal: bytes, needed: int, most_tokens: int) -> bytes:
-    """Adds the context that the model may grow to, because vLLM's refusal names the present one."""
+def _with_most(refusal: bytes, needed: float, most_tokens: int) -> bytes:
+    """Adds the context that the model may grow to, because vLLM's refusal names the present one.
+    `needed`: inf where it was not counted and is more."""
     body = json.loads(refusal)
     body["error"]["message"] += (
-        f" The model may grow to {most_tokens} tokens; the request needs {needed}."
+        f" The model may grow to {most_tokens} tokens; the request needs"
+        f" {'more' if needed == inf else needed}."
     )
     return json.dumps(body).encode()
