@@ -9,6 +9,7 @@ import itertools
 import time
 from collections import Counter
 from math import inf
+from typing import NamedTuple
 
 from arbiter.core.types import Priority
 from arbiter.errors import QueueFull, RequestError
@@ -60,6 +61,12 @@ class RequestExpired(RequestError):
         )
 
 
+class _Waiting(NamedTuple):
+    request: WaitingRequest
+    name: str
+    entered: asyncio.Future[None]
+
+
 class BatchGate:
     """The requests in an engine's batch and those that wait for it; `plan` decides which enter.
 
@@ -74,7 +81,7 @@ class BatchGate:
         self.expired = 0
         self._slotted_s: dict[str, float] = {}  # of adapters that run: since when
         self._bypassed: dict[int, int] = {}
-        self._waiting: dict[int, tuple[WaitingRequest, asyncio.Future[None]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count()
 
     @property
@@ -93,17 +100,17 @@ class BatchGate:
     ) -> WaitingRequest:
         """Returns once the request has a place, which `leave` gives back. `tokens`: of its prompt.
         `expires_s`: its deadline, on the monotonic clock. Raises AdaptersBusy after `wait_s`
-        without a slot, RequestExpired at the deadline, and QueueFull at once when MAX_WAITING
-        requests wait."""
+        without a slot, RequestExpired at the deadline, and QueueFull when MAX_WAITING requests
+        wait: at once, or when a request comes to which this one must give way."""
         since_s = time.monotonic()
         if since_s >= expires_s:
             raise self._expiry(name, 0.0)
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING and not self._make_room(tenant, priority):
             raise QueueFull(name, MAX_WAITING, MAX_WAITING, RETRY_S)
         key = next(self._numbers)
         request = WaitingRequest(key, adapter, since_s, tenant, priority, tokens, expires_s)
         entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = request, entered
+        self._waiting[key] = _Waiting(request, name, entered)
         self.shares.begin_wait(tenant, adapter)
         self._admit()
         self._bound_wait(request, name, entered)
@@ -113,10 +120,31 @@ class BatchGate:
         except TimeoutError:
             self._give_up(request, entered)
             raise self._expiry(name, expires_s - since_s) from None
-        except (AdaptersBusy, asyncio.CancelledError):
+        except (AdaptersBusy, QueueFull, asyncio.CancelledError):
             self._give_up(request, entered)
             raise
         return request
+
+    def _make_room(self, tenant: str, priority: int) -> bool:
+        """Refuses a waiting request in place of a new one of this tenant and priority, and returns
+        whether there is any that must give way: of the least urgent priority, of the tenant with
+        the most requests there, the newest. It gives way to a more urgent request, and to one of a
+        tenant that has fewer requests there, also with the new one."""
+        waiting = [one for one in self._waiting.values() if not one.entered.done()]
+        least = max((one.request.priority for one in waiting), default=priority)
+        late = [one for one in waiting if one.request.priority == least]
+        counts = Counter(one.request.tenant for one in late)
+        largest, most = counts.most_common(1)[0] if counts else (tenant, 0)
+        if priority > least or (priority == least and counts[tenant] + 1 >= most):
+            return False
+        last = [one for one in late if one.request.tenant == largest][-1]
+        self._remove(last.request)
+        last.entered.set_exception(QueueFull(last.name, MAX_WAITING, MAX_WAITING, RETRY_S))
+        return True
+
+    def _remove(self, request: WaitingRequest) -> None:
+        del self._waiting[request.key]
+        self.shares.end_wait(request.tenant, request.adapter)
 
     def _bound_wait(
         self, request: WaitingRequest, name: str, entered: asyncio.Future[None]
@@ -170,15 +198,15 @@ class BatchGate:
     def _give_up(self, request: WaitingRequest, entered: asyncio.Future[None]) -> None:
         if entered.done() and not entered.cancelled() and not entered.exception():
             return self.leave(request)
-        del self._waiting[request.key]
-        self.shares.end_wait(request.tenant, request.adapter)
-        self._admit()
+        if request.key in self._waiting:  # else it gave way to another
+            self._remove(request)
+            self._admit()
 
     def _admit(self) -> None:
         if not self._waiting or self.running.total() >= self.window:
             return
         # A cancelled request stays here until its task has run, and must get no place.
-        waiting = [request for request, entered in self._waiting.values() if not entered.done()]
+        waiting = [w.request for w in self._waiting.values() if not w.entered.done()]
         now_s = time.monotonic()
         view = View(
             self.slots,
@@ -194,11 +222,11 @@ class BatchGate:
         admission = plan(view)
         self._bypassed = admission.bypassed
         for key in admission.entering:
-            request, entered = self._waiting.pop(key)
+            request, entered = self._waiting[key].request, self._waiting[key].entered
+            self._remove(request)
             self.running[request.adapter] += 1
             if request.adapter != BASE:
                 self._slotted_s.setdefault(request.adapter, now_s)
-            self.shares.end_wait(request.tenant, request.adapter)
             self.shares.charge(request.tenant, request.adapter, PROMPT_WEIGHT * request.tokens)
             entered.set_result(None)
 

@@ -159,6 +159,61 @@ def test_more_urgent_request_enters_first() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.spec("F6")
+@pytest.mark.parametrize(
+    ("comes", "gives_way"),
+    [
+        ({"tenant": "b"}, "newest"),
+        ({"tenant": "a", "priority": Priority.URGENT}, "newest"),
+        ({"tenant": "b", "priority": Priority.BATCH}, "newest"),
+        ({"tenant": "a", "priority": Priority.BATCH}, "comer"),
+    ],
+)
+def test_full_queue_refuses_the_newest_of_the_least_urgent_and_of_the_largest_tenant(
+    comes: dict[str, Any], gives_way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(batch_gate, "MAX_WAITING", 7)
+        gate = BatchGate(slots=0, window=1)
+        await gate.enter(BASE, "m")
+        normal = [await asking(gate, BASE, tenant="a") for _ in range(3)]
+        batch = [
+            await asking(gate, BASE, tenant=tenant, priority=Priority.BATCH) for tenant in "aaac"
+        ]
+        comer = await asking(gate, BASE, **comes)
+        refused = comer if gives_way == "comer" else batch[2]
+        async with asyncio.timeout(60):
+            await ended(refused)
+        assert isinstance(refused.exception(), QueueFull)
+        stay = {*normal, *batch, comer} - {refused}
+        assert not any(task.done() for task in stay) and gate.waiting == 7
+        for task in stay:
+            task.cancel()
+        await ended(*stay)
+        assert gate.waiting == 0 and gate.shares.tenants.waiting == {}
+
+    asyncio.run(story())
+
+
+@pytest.mark.spec("F6")
+@pytest.mark.parametrize("comes", [{"tenant": "b", "priority": Priority.BATCH}, {"tenant": "b"}])
+def test_full_queue_of_more_urgent_requests_or_of_as_many_tenants_refuses_the_comer(
+    comes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(batch_gate, "MAX_WAITING", 2)
+        gate = BatchGate(slots=0, window=1)
+        await gate.enter(BASE, "m")
+        waiting = [await asking(gate, BASE, tenant=tenant) for tenant in "ac"]
+        with pytest.raises(QueueFull):
+            await gate.enter(BASE, "m", **comes)
+        for task in waiting:
+            task.cancel()
+        await ended(*waiting)
+
+    asyncio.run(story())
+
+
 def test_queue_of_an_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         monkeypatch.setattr(batch_gate, "MAX_WAITING", 1)
