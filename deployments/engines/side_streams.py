@@ -29,14 +29,22 @@ JOIN_S = 0.005  # the most by which a piece is delayed, to be sent with the next
 # Bytes that are held for the reader; beyond them the engine's application waits, as on a socket.
 MOST_HELD_BYTES = 1 << 18
 
+# How long a reader may take nothing. Its client has stopped reading by then, with what the sockets
+# and processes on the way hold unread, and the request would keep its model in use for as long as
+# the client likes. A client that a person puts aside, as a hidden page, goes on reading.
+UNREAD_S = 90.0
+# Sent at once: the socket takes the next piece once it has at most 16 KiB of this one left, so a
+# reader that is only slow, of some 500 bytes a second, is none that takes nothing.
+_PIECE_BYTES = 1 << 16
+
 # How long the reader may take to come. The head reaches it through three processes of the node, in
 # 2 ms.
 TAKEN_WITHIN_S = 10.0
 
 
 class SideStreamBroken(Exception):
-    """No reader came for the stream, or the application did not end it. The server closes the
-    connection unfinished."""
+    """No reader came for the stream or its reader stopped reading, or the application did not end
+    it. The server closes the connection unfinished."""
 
 
 class SideStream:
@@ -49,17 +57,20 @@ class SideStream:
         self._wakeup, self._room, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._send: Send | None = None  # the reader's connection, once there is one
-        self._is_sending = self.is_whole = False
+        self._is_sending = self.is_whole = self.is_broken = False
         self.taken, self.carried = asyncio.Event(), asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
         """Adds a piece, and sends what is held if that is due: to wake `carry` for each piece would
         cost a turn of another task. Waits while MOST_HELD_BYTES are held, or while the reader's
-        socket takes no more. Raises SideStreamBroken where no reader comes."""
+        socket takes no more. Raises SideStreamBroken where no reader comes, and where it takes
+        nothing."""
         while self._held_bytes > MOST_HELD_BYTES and not self._over.is_set():
             self._room.clear()  # before the wait, because a reader that comes makes room at once
             await self.until_taken()
             await self._room.wait()
+        if self.is_broken:
+            raise SideStreamBroken
         self._held.append(piece)
         self._held_bytes += len(piece)
         loop = asyncio.get_running_loop()
@@ -102,7 +113,8 @@ class SideStream:
             self.carried.set()
 
     async def _flush(self, send: Send) -> None:
-        """Sends what is held as one piece."""
+        """Sends what is held as one piece, if it is not large. Raises SideStreamBroken where the
+        reader takes nothing for UNREAD_S."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -112,7 +124,14 @@ class SideStream:
             return
         self._is_sending = True
         try:
-            await send({"type": "http.response.body", "body": held, "more_body": True})
+            for at in range(0, len(held), _PIECE_BYTES):
+                piece = held[at : at + _PIECE_BYTES]
+                async with asyncio.timeout(UNREAD_S):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            self.is_broken = True
+            self.end(is_whole=False)
+            raise SideStreamBroken from None
         finally:
             self._is_sending = False
         self._sent += 1
@@ -136,13 +155,15 @@ class SideStreams:
         detour = _Detour(word, self._waiting, send)
         try:
             await app(scope, receive, detour)
-            detour.stream.end(is_whole=detour.is_complete)
+            detour.stream.end(is_whole=detour.is_complete and not detour.stream.is_broken)
             if detour.is_complete:
                 await detour.stream.until_taken()
                 await detour.stream.carried.wait()
+                if detour.stream.is_broken:
+                    raise SideStreamBroken
                 await send({"type": "http.response.body", "body": b""})
         finally:
-            detour.stream.end(is_whole=detour.is_complete)
+            detour.stream.end(is_whole=detour.is_complete and not detour.stream.is_broken)
             self._waiting.pop(word, None)
 
     async def read(self, scope: Scope, send: Send) -> None:

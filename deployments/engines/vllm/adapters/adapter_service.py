@@ -10,16 +10,18 @@ seen with vLLM 0.32).
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from arbiter.errors import RequestError
 from deployments.adapters.catalogue import CatalogueEntry
@@ -48,6 +50,8 @@ class AdapterRequest:
 
 
 _ASKED: ContextVar[AdapterRequest | None] = ContextVar("asked", default=None)
+# What is called once the core has ended with the request that `generate` adds next in this context.
+_ON_FINISH: ContextVar[Callable[[], None] | None] = ContextVar("on_finish", default=None)
 
 
 class AdmittingLLM(AsyncLLM):
@@ -75,12 +79,29 @@ class AdmittingLLM(AsyncLLM):
             generated = super().generate(
                 prompt, sampling_params, request_id, lora_request=lora_request, **more
             )
+            # The place is free once the core has ended, whether or not the client reads.
+            _ON_FINISH.set(partial(self._leave_batch, place))
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     if sampling_params.structured_outputs is not None:
                         _check_followed(output)
                     self.gate.answered(place, count.added(output))
                     yield output
+
+    async def add_request(self, *args: Any, **more: Any) -> RequestOutputCollector:
+        """Adds the request that `generate` has a place for, or another one, and has that place be
+        left once the core has all of the answer."""
+        on_finish = _ON_FINISH.get()
+        _ON_FINISH.set(None)
+        collector = await super().add_request(*args, **more)
+        if on_finish is not None:
+            _note_finish(collector, on_finish)
+        return collector
+
+    def _leave_batch(self, place: WaitingRequest) -> None:
+        self.gate.leave(place)
+        if self.adapters is not None:
+            self.adapters.after_request()
 
     @asynccontextmanager
     async def _place_in_batch(
@@ -103,6 +124,24 @@ class AdmittingLLM(AsyncLLM):
         finally:
             if self.adapters is not None:
                 self.adapters.after_request()
+
+
+def _note_finish(collector: RequestOutputCollector, on_finish: Callable[[], None]) -> None:
+    """Has `on_finish` called when vLLM puts the last output of a request into its collector, which
+    joins the outputs that are not taken."""
+    put = collector.put
+
+    def look(output: Any) -> None:
+        if isinstance(output, Exception) or output.finished:
+            on_finish()
+
+    def put_and_look(output: Any) -> None:
+        put(output)
+        look(output)
+
+    collector.put = put_and_look
+    if collector.output is not None:  # it came before this
+        look(collector.output)
 
 
 def _check_followed(output: Any) -> None:

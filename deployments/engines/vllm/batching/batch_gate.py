@@ -82,6 +82,7 @@ class BatchGate:
         self._slotted_s: dict[str, float] = {}  # of adapters that run: since when
         self._bypassed: dict[int, int] = {}
         self._waiting: dict[int, _Waiting] = {}
+        self._placed: set[int] = set()  # keys of the requests that have a place
         self._numbers = itertools.count()
 
     @property
@@ -175,7 +176,10 @@ class BatchGate:
         self.shares.charge(request.tenant, request.adapter, ANSWER_WEIGHT * tokens)
 
     def leave(self, request: WaitingRequest) -> None:
-        """Gives back the place of a request that has one."""
+        """Gives back the place of a request, if it has one."""
+        if request.key not in self._placed:
+            return
+        self._placed.discard(request.key)
         self.running[request.adapter] -= 1
         if not self.running[request.adapter]:
             del self.running[request.adapter]
@@ -224,6 +228,7 @@ class BatchGate:
         for key in admission.entering:
             request, entered = self._waiting[key].request, self._waiting[key].entered
             self._remove(request)
+            self._placed.add(key)
             self.running[request.adapter] += 1
             if request.adapter != BASE:
                 self._slotted_s.setdefault(request.adapter, now_s)

@@ -111,6 +111,22 @@ async def test_request_is_in_flight_until_its_last_piece_was_taken() -> None:
         assert await end is None
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+async def test_stream_whose_reader_takes_nothing_is_broken_and_leaves_its_engine(
+    is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the engine still makes pieces, and once it has made the last."""
+    monkeypatch.setattr(side_streams, "UNREAD_S", 0.05)
+    count = 1 if is_ended else 8  # the processes on the way hold a part of them
+    engine = StreamingEngine(*[b"x" * (8 << 20)] * count).let_all()
+    async with asyncio.timeout(60), asked(engine) as parts:
+        pieces = side_stream.read(await place_of(parts))
+        await anext(pieces)  # and no more
+        with pytest.raises(EngineLost):
+            await anext(parts)
+        await pieces.aclose()
+
+
 class Sent:
     """The `send` of the reader's connection."""
 

@@ -214,6 +214,20 @@ def test_full_queue_of_more_urgent_requests_or_of_as_many_tenants_refuses_the_co
     asyncio.run(story())
 
 
+@pytest.mark.spec("F4")
+def test_place_is_given_back_once() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=0, window=2)
+        first, other = await gate.enter(BASE, "m"), await gate.enter(BASE, "m")
+        gate.leave(first)
+        gate.leave(first)
+        assert gate.running == {BASE: 1}
+        gate.leave(other)
+        assert not gate.running
+
+    asyncio.run(story())
+
+
 def test_queue_of_an_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         monkeypatch.setattr(batch_gate, "MAX_WAITING", 1)
