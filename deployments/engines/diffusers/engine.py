@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,8 +177,8 @@ class DiffusersEngine:
         limits, edit = self.pipeline.limits, None
         adapter = await self._adapter(name, tenant)
         if form is not None:
-            work = requests.edit_of, form, fields, limits
-            edit = await asyncio.get_running_loop().run_in_executor(self.decoder, *work)
+            work = partial(requests.edit_of, form, fields, limits)
+            edit = await asyncio.get_running_loop().run_in_executor(self.decoder, work)
         setting = requests.setting_of(fields, limits, adapter, edit)
         seed = secrets.randbits(32) if fields.x_seed is None else fields.x_seed
         seeds = range(seed, seed + (fields.n or 1))

@@ -118,7 +118,8 @@ async def test_stream_whose_reader_takes_nothing_is_broken_and_leaves_its_engine
     """While the engine still makes pieces, and once it has made the last."""
     monkeypatch.setattr(side_streams, "UNREAD_S", 0.05)
     count = 1 if is_ended else 8  # the processes on the way hold a part of them
-    engine = StreamingEngine(*[b"x" * (8 << 20)] * count).let_all()
+    events = (b"x" * (62 << 10) + b"\n\n") * 128
+    engine = StreamingEngine(*[events] * count).let_all()
     async with asyncio.timeout(60), asked(engine) as parts:
         pieces = side_stream.read(await place_of(parts))
         await anext(pieces)  # and no more
