@@ -249,6 +249,8 @@ class NodeAgent:
             self._collect_dead(*await asyncio.to_thread(children.find_processes))
             self._reports.note_returned()
             await self._report()
+            tickets = tuple(self._engines.children.by_ticket)
+            await asyncio.to_thread(self._logs.shorten, tickets)
             busy = self._engines.are_ending or self._reports.are_open or not self._is_delivered
             try:
                 async with asyncio.timeout(REPORT_SOON_S if busy else REPORT_EVERY_S):

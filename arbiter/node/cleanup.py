@@ -6,14 +6,19 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from arbiter.units import MIB
 
 logger = logging.getLogger("arbiter.agent")
 
 # Of each node. A model that breaks at each load is tried again after 2 s to 5 min, so this is at
 # least an hour of one and a day of most; a log is some kB, so a few MB.
 LOGS_KEPT = 200
+# Of an engine that lives: an hour of 100 requests a second with a line of 200 bytes each. It is cut
+# to its end, some 20,000 lines.
+LOG_MOST_BYTES, LOG_END_BYTES = 64 * MIB, 4 * MIB
 # A zygote that is being replaced leaves its lock free for seconds, and its folder fresh.
 ABANDONED_AFTER_S = 3_600.0
 
@@ -48,11 +53,31 @@ class EngineLogs:
             shutil.move(written, place)
             self._drop_oldest()
 
+    def shorten(self, tickets: Iterable[str]) -> None:
+        """Cuts logs of living engines to their ends where they are longer than LOG_MOST_BYTES."""
+        for ticket in tickets:
+            place = self._place(ticket)
+            with _warns(ticket):
+                if place.exists() and place.stat().st_size > LOG_MOST_BYTES:
+                    _cut(place)
+
     def _drop_oldest(self) -> None:
         ended = [p for p in self._folder.glob("engine-*.log") if not p.is_symlink()]
         ended.sort(key=lambda p: p.stat().st_mtime_ns, reverse=True)
         for path in ended[LOGS_KEPT:]:
             path.unlink(missing_ok=True)
+
+
+def _cut(path: Path) -> None:
+    """Leaves the last lines of a file, in LOG_END_BYTES. Its writer has it open to append, and a
+    line that comes meanwhile is lost or stands before them. Raises OSError."""
+    with path.open("r+b") as file:
+        size = file.seek(-LOG_END_BYTES, os.SEEK_END) + LOG_END_BYTES
+        end = file.read(LOG_END_BYTES)
+        file.truncate(0)
+    with path.open("ab") as file:
+        file.write(b"-- %d bytes of this log were cut\n" % (size - len(end)))
+        file.write(end[end.find(b"\n") + 1 :])
 
 
 @contextlib.contextmanager

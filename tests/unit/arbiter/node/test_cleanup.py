@@ -63,6 +63,28 @@ def test_only_the_newest_logs_of_ended_engines_are_kept(
     assert (tmp_path / "engine-newest.log").read_text() == "newest"
 
 
+def test_log_of_a_living_engine_is_cut_to_its_last_lines_and_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "LOG_MOST_BYTES", 1_000)
+    monkeypatch.setattr(cleanup, "LOG_END_BYTES", 100)
+    folder, written = tmp_path / "logs", tmp_path / "t.log"
+    folder.mkdir()
+    logs = EngineLogs(folder)
+    logs.link(T, written)
+    with written.open("a") as engine:  # as an engine has its output
+        engine.write("".join(f"line {n:03}\n" for n in range(111)))
+        engine.flush()
+        logs.shorten([T, "gone"])
+        assert written.stat().st_size == 999, "it is no longer than a log may be"
+        engine.write("line 111\n")
+        engine.flush()
+        logs.shorten([T, "gone"])
+        engine.write("line 112\n")
+    kept = [f"line {n:03}" for n in range(101, 113)]
+    assert written.read_text().splitlines() == ["-- 908 bytes of this log were cut", *kept]
+
+
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the logs go."""
