@@ -59,6 +59,7 @@ from deployments.engines.vllm.engine_core.core_process import Core, await_core, 
 from deployments.engines.vllm.kv import kv_offload
 from deployments.engines.vllm.pictures import picture_slab
 from deployments.engines.vllm.pictures.picture_identity import Pictures
+from deployments.engines.vllm.refusals_log import leave_out_refusals
 from deployments.engines.vllm.routes import pooling
 from deployments.engines.vllm.routes.context_growth import ContextGrowth
 from deployments.engines.vllm.routes.prewarm import NO_CACHE, Prewarmer
@@ -93,6 +94,7 @@ def build(config: Config) -> "VllmEngine":
         raise EngineLoadFailed("BadConfig", why, False)
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
     own_sockets.make_private(os.environ["ARBITER_ENGINE"])
+    leave_out_refusals()
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
