@@ -60,9 +60,11 @@ async def test_place_is_left_once_the_core_has_ended_although_nothing_more_is_re
         collectors[0].put(output("b"))
         assert llm.gate.running.total() == 1
         collectors[0].put(output("c", "stop"))
+        await asyncio.sleep(0)
         assert not llm.gate.running
         assert (await anext(other)).outputs[0].text == "a" and llm.gate.running.total() == 1
         assert [part.outputs[0].text async for part in stuck] == ["bc"]
         assert llm.gate.running.total() == 1, "its place is the other's now"
         collectors[1].put(output("d", "stop"))
+        await asyncio.sleep(0)
         assert not llm.gate.running

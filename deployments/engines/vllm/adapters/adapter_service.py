@@ -128,12 +128,13 @@ class AdmittingLLM(AsyncLLM):
 
 def _note_finish(collector: RequestOutputCollector, on_finish: Callable[[], None]) -> None:
     """Has `on_finish` called when vLLM puts the last output of a request into its collector, which
-    joins the outputs that are not taken."""
-    put = collector.put
+    joins the outputs that are not taken. It is called by the loop, because an error in vLLM's own
+    task would end the engine."""
+    put, loop = collector.put, asyncio.get_running_loop()
 
     def look(output: Any) -> None:
         if isinstance(output, Exception) or output.finished:
-            on_finish()
+            loop.call_soon(on_finish)
 
     def put_and_look(output: Any) -> None:
         put(output)

@@ -85,6 +85,7 @@ class ContextGrowth:
         """Passes vLLM's refusal on. `refused`: its head and its body."""
         start, refusal = refused
         headers = list(start["headers"])
+        needed: float | None
         if _TOO_LONG.search(refusal.decode(errors="replace")):
             try:
                 needed = await self._needed(path, json.loads(raw), receive)
