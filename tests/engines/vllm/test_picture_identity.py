@@ -13,8 +13,8 @@ from PIL import Image
 
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
+from deployments.engines.vllm.batching.picture_turns import end_turn
 from deployments.engines.vllm.pictures import picture_identity
-from deployments.engines.vllm.pictures.picture_turns import end_turn
 from tests.support.archives import growth
 from tests.support.drawings import drawing
 from tests.support.pictures import png

@@ -35,7 +35,7 @@ from deployments.engines.vllm.adapters.adapter_mover import AdapterMover
 from deployments.engines.vllm.batching import callers
 from deployments.engines.vllm.batching.batch_admission import BASE, WaitingRequest
 from deployments.engines.vllm.batching.batch_gate import BatchGate
-from deployments.engines.vllm.pictures.picture_turns import end_turn
+from deployments.engines.vllm.batching.picture_turns import end_turn
 
 REBALANCE_S = 60.0  # F3, where the configuration says nothing
 

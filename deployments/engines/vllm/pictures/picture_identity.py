@@ -27,7 +27,7 @@ from deployments.config import model_content
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
-from deployments.engines.vllm.pictures.picture_turns import PictureTurns
+from deployments.engines.vllm.batching.picture_turns import PictureTurns
 from deployments.requests.picture_bounds import BROKEN
 
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
