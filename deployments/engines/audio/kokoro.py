@@ -12,6 +12,7 @@ Source: huggingface.co/hexgrad/Kokoro-82M, github.com/thewh1teagle/kokoro-onnx.
 import json
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ import numpy as np
 from deployments.config.voice_files import ESPEAK_DEFAULT, kokoro_files
 from deployments.engines.audio.espeak import Espeak
 from deployments.engines.audio.vits import SpeechEngine
-from deployments.engines.audio.voices import Voice, named, open_session, phonemes_of
+from deployments.engines.audio.voices import (
+    Voice,
+    named,
+    open_session,
+    phonemes_of,
+    run_phonemes,
+    runs,
+)
 from deployments.engines.one_thread import compute_threads
 from deployments.engines.protocol import Config, EngineLoadFailed
 
@@ -74,11 +82,10 @@ class KokoroVoice:
         in_table = [c for c in phonemes if c in self._ids]
         return [self._ids[c] for c in in_table] if any(c.isalpha() for c in in_table) else None
 
-    def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
-        """Figures may have more phonemes than the model takes at once."""
-        starts = range(0, len(clause), MOST_TOKENS)
-        parts = (clause[start : start + MOST_TOKENS] for start in starts)
-        return np.concatenate([self._spoken(part, voice, speed) for part in parts])
+    def speak(self, clause: Any, voice: str, speed: float) -> Iterator[np.ndarray]:
+        border = [self._ids[" "]] if " " in self._ids else []
+        for run in runs(clause, min(MOST_TOKENS, run_phonemes(speed)), border):
+            yield self._spoken(run, voice, speed)
 
     def _spoken(self, tokens: list[int], voice: str, speed: float) -> np.ndarray:
         styles = self._styles[voice]

@@ -126,20 +126,24 @@ class SpeechEngine:
         *,
         whole: bool,
     ) -> Iterator[bytes]:
-        """Yields the encoded bytes of each clause, then those that end the file."""
+        """Yields the encoded bytes of each run of a clause, then those that end the file."""
         encoder = sound.Encoder(request.form, self.voice.rate_hz, whole=whole)
         pause = np.zeros(int(PAUSE_S / request.speed * self.voice.rate_hz), np.float32)
         for number, (text, clause) in enumerate(clauses, 1):
             key = (text, voice, request.speed)
-            samples = self.kept.get(key)
-            if samples is None:
-                samples = self.voice.speak(clause, voice, request.speed)
-                self.kept.keep(key, samples)
-            if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
-                samples = np.concatenate([samples, pause])
+            kept = self.kept.get(key)
+            spoken: list[np.ndarray] = []
+            speech = self.voice.speak(clause, voice, request.speed) if kept is None else [kept]
             progress.input_tokens += len(clause)
-            progress.output_tokens += len(samples) // HOP
-            yield encoder.add(samples)
+            for samples in speech:
+                spoken.append(samples)
+                progress.output_tokens += len(samples) // HOP
+                yield encoder.add(samples)
+            if kept is None:
+                self.kept.keep(key, np.concatenate(spoken))
+            if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
+                progress.output_tokens += len(pause) // HOP
+                yield encoder.add(pause)
         yield encoder.end()
 
 

@@ -17,6 +17,8 @@ from deployments.engines.audio.voices import (
     VitsVoice,
     clauses_of,
     named,
+    run_phonemes,
+    runs,
 )
 from deployments.engines.protocol import EngineLoadFailed
 
@@ -48,6 +50,18 @@ def test_long_sentences_are_divided_between_words_where_there_are_any(text: str)
     assert "".join(found).replace(" ", "") == text.replace(" ", "")
     if " " in text:
         assert " ".join(found).split() == text.split()
+
+
+@pytest.mark.spec("H4")
+def test_clause_of_many_phonemes_is_divided_between_words_where_there_are_any() -> None:
+    border = [7, 0]
+    clause = [1, 0, 2, 0, *border] * 3 + [1, 0] * 5 + [1, 7, 3, 0]
+    found = list(runs(clause, 8, border))
+    assert [len(run) for run in found] == [6, 6, 6, 8, 6]
+    assert [one for run in found for one in run] == clause
+    assert list(runs(clause, 100, border)) == [clause] and not list(runs([], 8, border))
+    assert [len(run) for run in runs(clause, 10, [])] == [10, 10, 10, 2]
+    assert [run_phonemes(speed) for speed in (0.25, 1.0, 4.0)] == [50, 200, 800]
 
 
 def test_text_of_nothing_has_no_clauses() -> None:
