@@ -417,13 +417,16 @@ class VllmEngine:
         return f"{list(output.token_ids)} {ranked}"
 
     async def health(self) -> None:
-        """Of the frontend with its background tasks, and of the core where it has work."""
+        """Of the frontend with its background tasks and the thread that decodes sound, and of the
+        core where it has work."""
         assert self.llm is not None
         await self.llm.check_health()
         turns = self.adapters.turns if self.adapters is not None else None
         for task in (self.expiring, turns):
             if task is not None and task.done() and (error := task.exception()):
                 raise RuntimeError(f"a background task of the frontend failed: {error!r}")
+        if self.hearing is not None:
+            self.hearing.worker.check()
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 

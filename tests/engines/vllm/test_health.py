@@ -1,6 +1,7 @@
 """When a vLLM engine says that it cannot serve, with a core that a test holds."""
 
 import asyncio
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deployments.engines.one_thread import OneThread
 from deployments.engines.vllm.adapters import adapter_service
 from deployments.engines.vllm.adapters.adapter_service import AdapterService
 from deployments.engines.vllm.batching.batch_gate import BatchGate
@@ -35,11 +37,39 @@ class Llm:
         await asyncio.Event().wait()
 
 
+def made() -> VllmEngine:
+    core = SimpleNamespace()
+    engine = VllmEngine(Namespace(), core, core, BatchGate(0, 4), can_sleep=False)  # type: ignore[arg-type]
+    engine.llm = Llm()  # type: ignore[assignment]
+    return engine
+
+
+@pytest.mark.spec("H9", "H3")
+async def test_engine_whose_thread_hangs_over_a_sound_is_unhealthy() -> None:
+    engine, began, ends = made(), threading.Event(), threading.Event()
+    worker = OneThread("hear", most_s=0.0)
+    engine.hearing = SimpleNamespace(worker=worker)  # type: ignore[assignment]
+    await engine.health()
+
+    def hang() -> None:
+        began.set()
+        ends.wait(60)
+
+    step = asyncio.create_task(worker.run(hang))
+    try:
+        assert await asyncio.to_thread(began.wait, 60)
+        with pytest.raises(RuntimeError, match="one step of the model has run for more than 0 s"):
+            await engine.health()
+    finally:
+        ends.set()
+        await step
+    await engine.health()
+
+
 @pytest.mark.spec("H9")
 async def test_engine_whose_core_has_hung_over_a_request_is_unhealthy() -> None:
     now_s = 0.0
-    core = SimpleNamespace()
-    engine = VllmEngine(Namespace(), core, core, BatchGate(0, 4), can_sleep=False)  # type: ignore[arg-type]
+    engine = made()
     engine.llm = llm = Llm()  # type: ignore[assignment]
     engine.watch = CoreWatch(engine._ask_core, 300.0, lambda: now_s)
     await engine.health()
