@@ -141,13 +141,17 @@ async def attempt(
             answer = await _collect(_after_progress(parts, on_progress), on_events)
         return replace(answer, request_id=request.request_id)
     except RequestError as error:
-        # A ticket says that an engine had the call: a model that left each time has none.
-        is_replica = isinstance(error, ReplicaLost)
-        if isinstance(error, EngineLost) and not is_replica and error.ticket is not None:
+        if isinstance(error, EngineLost) and _is_death(error):
             raise EngineDied(error.retry_after_s, str(error), TRIES) from error
         if messages.is_transient(error) or error.status_code in TRANSIENT:
             raise RetryLater(error.retry_after_s, str(error)) from error
         return refused(error)
+
+
+def _is_death(error: EngineLost) -> bool:
+    """Says whether an engine that had the call died, which its ticket says: a model that left each
+    time before the call could enter has none."""
+    return error.ticket is not None and not isinstance(error, ReplicaLost)
 
 
 async def target(service: InferenceService, request: ParsedRequest, tenant: str) -> tuple[str, str]:
