@@ -16,10 +16,12 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_serve_request_context, _serve_request_context
 
+from arbiter.errors import DeadlineUnmet
 from deployments import messages
 from deployments.app import ROUTING
 from deployments.front.inference.model_names import ModelNames
 from deployments.front.inference.request import inference_call, parse
+from deployments.front.inference.service import answer
 from deployments.replica.capability import Capability
 from deployments.routing.pieces import PIECE_CHARACTERS, split
 from deployments.routing.rank import OVERLOAD_COUNT
@@ -42,14 +44,13 @@ PATIENT = {"request_router_class": "tests.support.patient_router:PatientRouter"}
     request_router_config=RequestRouterConfig(**ROUTING | PATIENT),
 )
 class Chat(Capability):
-    """Says first which replica it is, before its model is there."""
+    """Says first which replica it is, before its model is there, and what deadline it was given."""
 
     paths = frozenset({PATH})
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
-        yield messages.ResponseHead(
-            200, {"replica": serve.get_replica_context().replica_id.unique_id}
-        )
+        replica = serve.get_replica_context().replica_id.unique_id
+        yield messages.ResponseHead(200, {"replica": replica, "deadline": str(call.deadline_s)})
         async for part in super().handle(call):
             yield part
 
@@ -186,6 +187,26 @@ async def test_concurrent_calls_of_one_request_are_all_sent() -> None:
                 assert len(await asyncio.gather(*asked)) == 4
         finally:
             _serve_request_context.reset(token)
+
+
+@pytest.mark.spec("J2")
+async def test_deadline_runs_while_every_replica_is_full() -> None:
+    async with two() as (d, handle):
+        held = [await opened(d, handle, call()) for _ in range(2 * ROOM)]
+        began_s = time.monotonic()
+        parts = answer(replace(call(), deadline_s=60.0), handle.handle.remote)
+        waiting = asyncio.ensure_future(anext(parts))
+        with pytest.raises(DeadlineUnmet):
+            await anext(answer(replace(call(), deadline_s=0.5), handle.handle.remote))
+        assert not waiting.done()
+        waited_s = time.monotonic() - began_s
+        for one in held:
+            one.end()
+        async with asyncio.timeout(60):
+            head = await waiting
+        await parts.aclose()
+        assert isinstance(head, messages.ResponseHead)
+        assert 0.0 < float(head.headers["deadline"]) <= 60.0 - waited_s
 
 
 MANUAL = " ".join(f"Rule {number}: be exact." for number in range(300))
