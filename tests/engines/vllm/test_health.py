@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deployments.engines.one_thread import OneThread
-from deployments.engines.vllm.adapters import adapter_service
 from deployments.engines.vllm.adapters.adapter_service import AdapterService
 from deployments.engines.vllm.batching.batch_gate import BatchGate
 from deployments.engines.vllm.engine import VllmEngine
@@ -118,9 +117,8 @@ async def test_engine_whose_pictures_expire_no_more_is_unhealthy(
 
 @pytest.mark.spec("H9", "F3")
 async def test_engine_whose_adapters_change_their_tiers_no_more_is_unhealthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(adapter_service, "linear_shapes", lambda _: {})
     section = {"folder": str(tmp_path / "none"), "store": str(tmp_path), "max_rank": 8}
     given = {"model": "tiny", "adapters": section | {"rebalance_s": 0}}
     service = AdapterService(given, BatchGate(4, 32))
