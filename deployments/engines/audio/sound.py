@@ -64,6 +64,14 @@ _EDITS = re.compile(rb"elst(?=.{4}(.{4}))", re.DOTALL)
 # Each packet is 10 us of work, with a sample or a thousand in it. TrueHD has the shortest packets
 # of those that people have, 1,200 in a second. A file may have some more, as at its begin.
 MOST_PACKETS_PER_S, SPARE_PACKETS = 2_000, 1_000
+# PyAV returns all frames of a packet at once, and a packet may have thousands of them, each of some
+# ten bytes that become megabytes. Files of people have one frame in a packet: at most 4 KiB of
+# these codecs, whose decoders take several, and 0.2 MiB of the largest that loses nothing. Marks of
+# a frame also come up by chance, one of FLAC in 32 KiB; twice as many and a few more are refused.
+SEVERAL_FRAMES = frozenset({"aac", "aac_latm", "mp1", "mp2", "mp3", "ac3", "eac3"})
+MOST_PACKET_BYTES, MOST_BYTES_OF_SEVERAL = 512 << 10, 32 << 10
+_MARKS = {"flac": re.compile(rb"\xff[\xf8\xf9]"), "wavpack": re.compile(rb"wvpk")}
+SPARE_MARKS, BYTES_OF_A_MARK = 8, 16 << 10
 
 
 class BadSound(BadField):
@@ -244,8 +252,10 @@ def _frames(container: Any, stream: Any, most_s: float) -> Iterator[Any]:
     """Decoded frames. A broken frame is skipped, as players do. Raises BadSound for frames that no
     speech has, for packets with hardly a sample, and beyond `most_s`."""
     broken, decoded_s, excess = 0, Fraction(0), 0.0
+    codec = stream.codec_context.codec.canonical_name
     for packet in container.demux(stream):
         excess += 1
+        _check_packet(packet, codec)
         try:
             frames = packet.decode()
         except av.error.InvalidDataError:
@@ -265,6 +275,19 @@ def _frames(container: Any, stream: Any, most_s: float) -> Iterator[Any]:
             yield frame
         if excess > SPARE_PACKETS:
             raise BadSound(f"more than {MOST_PACKETS_PER_S} packets in a second are not read")
+
+
+def _check_packet(packet: Any, codec: str) -> None:
+    """Raises BadSound for a packet that may have very many frames."""
+    if codec.startswith("pcm_"):
+        return  # it grows fourfold at most
+    most = MOST_BYTES_OF_SEVERAL if codec in SEVERAL_FRAMES else MOST_PACKET_BYTES
+    if packet.size > most:
+        raise BadSound(f"a packet of {packet.size} bytes of {codec} is not read; at most {most}")
+    if marks := _MARKS.get(codec):
+        most_frames = SPARE_MARKS + packet.size // BYTES_OF_A_MARK
+        if sum(1 for _ in marks.finditer(bytes(packet))) > most_frames:
+            raise BadSound(f"a packet of more than {most_frames} frames is not read")
 
 
 class _Sink:

@@ -280,10 +280,33 @@ def test_packets_with_hardly_a_sample_are_refused_after_some_of_them() -> None:
         sound.decode(file(sound.SPARE_PACKETS * 2), 60)
 
 
+def frames_of(form: str) -> list[bytes]:
+    with av.open(io.BytesIO(encoded(form))) as container:
+        return [bytes(packet) for packet in container.demux(audio=0) if packet.size]
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize(
+    ("codec", "form", "count", "why"),
+    [
+        ("flac", "flac", 100, "a packet of more than 12 frames"),
+        ("flac", "flac", 2_000, "a packet of [0-9]+ bytes of flac is not read; at most 524288"),
+        ("aac", "aac", 2_000, "a packet of [0-9]+ bytes of aac is not read; at most 32768"),
+    ],
+)
+def test_packet_of_very_many_frames_is_refused_before_it_is_decoded(
+    codec: str, form: str, count: int, why: str
+) -> None:
+    frame = frames_of(form)[-2]
+    raw = packets(iter([frame, frame * count, frame]), codec, RATE, 1_000)
+    with archives.growth() as grown, pytest.raises(sound.BadSound, match=why):
+        sound.decode(raw, 60)
+    assert grown() < 16 * MIB
+
+
 @pytest.mark.spec("H3")
 def test_sound_behind_a_broken_frame_is_heard() -> None:
-    with av.open(io.BytesIO(encoded("flac"))) as container:
-        whole = [bytes(packet) for packet in container.demux(audio=0) if packet.size]
+    whole = frames_of("flac")
     assert len(whole) > 10
     whole[2] = bytes(len(whole[2]))
     raw = packets(iter(whole), "flac", RATE, 4_608)
