@@ -471,6 +471,6 @@ async def test_uploads_of_edits_are_decoded_one_after_the_other(drawing: Path) -
     form = Form(files={"image": [pic.png(Image.new("RGB", (side, side), "red"))]})
     fields = ImageFields(prompt="x")
     with growth() as grown:
-        orders = await asyncio.gather(*(engine._order(fields, form, "", "") for _ in range(4)))
-        assert [order.setting.width for order in orders] == [64] * 4
+        asked = (engine._draw_request(fields, form, "", "") for _ in range(4))
+        assert [made.setting.width for made in await asyncio.gather(*asked)] == [64] * 4
         assert grown() < 1.75 * decoded_bytes
