@@ -11,7 +11,7 @@ import pytest
 
 from deployments.config import file_threads
 from deployments.config.file_threads import IDLE_MOST_COUNT, in_thread
-from tests.support.waits import WITHIN_S, eventually
+from tests.support.waits import WITHIN_S, eventually, wait_in_thread
 
 
 def names() -> list[str]:
@@ -21,15 +21,16 @@ def names() -> list[str]:
 @pytest.fixture(autouse=True)
 def no_idle_threads() -> Iterator[None]:
     """Those of the tests before in this process end first, and those of a test with it."""
-    end_idle()
+    wait_in_thread(none_is_left)
     yield
-    end_idle()
-    assert not names()
+    wait_in_thread(none_is_left)
 
 
-def end_idle() -> None:
+def none_is_left() -> bool:
+    """Ends those that are idle; a thread whose work has just ended is so a moment later."""
     while file_threads._idle:
         file_threads._idle.pop().shutdown()
+    return not names()
 
 
 async def test_next_model_takes_a_thread_that_is_done_and_few_of_them_stay() -> None:
