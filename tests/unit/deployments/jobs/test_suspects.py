@@ -93,6 +93,7 @@ async def service(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[JobsService]:
     monkeypatch.setattr(calls, "AGAIN_LEAST_S", 0.01)
+    monkeypatch.setattr(calls, "AGAIN_MOST_S", 0.01)
     made = jobs_service(tmp_path, engine)
     yield made
     await made.close()
