@@ -13,6 +13,7 @@ import typer
 from arbiter.leases import URL
 from arbiter.loopback import is_loopback
 from deployments.cli.output import CommandError, clean
+from deployments.config.proxy_trust import httpx_options
 
 if TYPE_CHECKING:
     import httpx
@@ -228,17 +229,12 @@ def front(url: str | None) -> Iterator[Front]:
     import httpx
 
     where = address(url)
-    parts = urlsplit(where)
     with httpx.Client(
         base_url=where,
         headers=_headers(api_key(where)),
         timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-        # The owner's key goes to this machine and to no proxy that the environment names.
-        trust_env=not is_loopback(parts.hostname or ""),
-        # With `trust_env` off httpx would read neither proxies nor SSL_CERT_FILE and SSL_CERT_DIR,
-        # which a context that is made here reads.
-        verify=httpx.create_ssl_context() if parts.scheme == "https" else True,
         transport=transport(),
+        **httpx_options(where),
     ) as client:
         yield Front(where, client)
 

@@ -13,6 +13,7 @@ import httpx
 from arbiter.leases import LeaseTransport
 from deployments.client import leases
 from deployments.client.typed_errors import FrontUnreachable, error_of_event, error_of_response
+from deployments.config.proxy_trust import httpx_options
 
 CONNECT_S = 5.0
 END = "[DONE]"  # OpenAI's last event
@@ -141,7 +142,7 @@ def _client(
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
     return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=timeout, transport=transport, **leases.trust(url)
+        base_url=url, headers=headers, timeout=timeout, transport=transport, **httpx_options(url)
     )
 
 

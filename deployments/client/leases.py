@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from arbiter.leases import HTTP_S, Plain
-from arbiter.loopback import is_loopback
 from arbiter.response_errors import may_pass
 from deployments.client.typed_errors import error_of_response
+from deployments.config.proxy_trust import httpx_options
 from deployments.front.by_handle import HandleRequest
 
 Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
@@ -53,26 +52,14 @@ class FrontLeases:
         return answer
 
 
-def trust(url: str) -> dict[str, Any]:
-    """How far httpx trusts the environment for this address: a key for this machine goes to no
-    proxy that the environment names."""
-    parts = urlsplit(url)
-    return {
-        "trust_env": not is_loopback(parts.hostname or ""),
-        # With `trust_env` off httpx would read neither proxies nor SSL_CERT_FILE and SSL_CERT_DIR,
-        # which a context that is made here reads.
-        "verify": httpx.create_ssl_context() if parts.scheme == "https" else True,
-    }
-
-
 def over_http(url: str, key: str) -> FrontLeases:
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    trusted = trust(url)
+    options = httpx_options(url)
 
     def send(method: str, path: str, body: bytes, within_s: float) -> Reply:
         try:
             answer = httpx.request(
-                method, url + path, content=body, headers=headers, timeout=within_s, **trusted
+                method, url + path, content=body, headers=headers, timeout=within_s, **options
             )
         except httpx.HTTPError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
