@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import first_token, report
+from benchmarks import first_token, report, servers
 from deployments.cli.cluster.serve import RULE
 
 PORT = 18_430
@@ -34,7 +34,7 @@ def started(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))
-        env = os.environ | {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
+        env = os.environ | servers.own_state()
         command = [sys.executable, "-m", "deployments.cli", "serve", str(file)]
         with (Path(folder) / "said").open("w+b") as said:
             process = subprocess.Popen(command, env=env | _variables(), stdout=said, stderr=said)

@@ -119,8 +119,7 @@ def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))
         command = [str(BIN / "serve"), "run", str(file)]
-        state = {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
-        env = VARIABLES | TRANSPORTS[transport] | state
+        env = VARIABLES | TRANSPORTS[transport] | own_state()
         with running(command, env, _log("serve")) as process:
             url = f"http://127.0.0.1:{port}"
             wait_for(f"{url}/health", 180, process)
@@ -139,7 +138,18 @@ def engine_alone(model: str, name: str, engine_args: dict[str, Any], **more: Any
         child.let_go()
 
 
+def own_state() -> dict[str, str]:
+    """The variable that gives the arbiter a state file apart from the user's, whose settings and
+    keys then bear on no figure. It is kept from run to run, so that sizes and seconds of loads are
+    known as on a machine that has run for a while."""
+    return {"XDG_STATE_HOME": str(_folder() / "state")}
+
+
 def _log(name: str) -> Path:
+    return _folder() / f"{name}.log"
+
+
+def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / "serve-arbiter-benchmarks"
     folder.mkdir(exist_ok=True)
-    return folder / f"{name}.log"
+    return folder
