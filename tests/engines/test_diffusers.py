@@ -382,7 +382,11 @@ def test_two_owners_of_equal_adapter_files_have_a_slot_each(
             drawn += pic.pictures(json.loads(raw))
         assert (tmp_path / "store" / "@acme").is_dir(), "it has its own copy"
         first, own, again = (picture.tobytes() for picture in drawn)
-        assert first == own == again
+        assert first == own == again != one(child, RED.caption, x_seed=7).tobytes()
+        for tenant in ("", "acme"):
+            headers = {messages.TENANT_HEADER: tenant}
+            told = child.call("POST", messages.ADAPTERS, {"names": ["draw:night"]}, headers)[1]
+            assert told["tiers"] == {"draw:night": "hot"}
 
 
 @pytest.mark.spec("B2")

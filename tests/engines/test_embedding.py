@@ -198,15 +198,34 @@ async def test_tokens_of_a_large_request_are_counted_in_turns_with_other_request
     many = asyncio.ensure_future(engine._counted(large, is_cut=False))
     await asyncio.to_thread(begun.wait, 60)
     one = asyncio.ensure_future(engine._counted(["one"], is_cut=False))
-    leaves = asyncio.ensure_future(engine._counted(["leaves"], is_cut=False))
-    await asyncio.sleep(0)  # both are queued
-    leaves.cancel()
-    await asyncio.wait({leaves})
+    await asyncio.sleep(0)  # it is queued
     go_on.set()
     async with asyncio.timeout(60):
         assert (await one, await many) == (2, 6)
     assert counted[:2] == [module.COUNTED_CHARS, len("one")], "it waits for one turn, not for all"
-    assert len("leaves") not in counted
+
+
+@pytest.mark.spec("H1", "J8")
+async def test_tokens_are_counted_no_further_once_their_client_has_left() -> None:
+    engine = module.build({"model": PATH})
+    engine.window = module.MOST_WINDOW
+    begun, go_on, counted = threading.Event(), threading.Event(), list[int]()
+
+    def tokens(text: str) -> int:
+        counted.append(len(text))
+        begun.set()
+        assert go_on.wait(60)
+        return 2
+
+    engine._tokens = tokens  # type: ignore[method-assign]
+    large = ["x" * module.COUNTED_CHARS] * 3
+    leaves = asyncio.ensure_future(engine._counted(large, is_cut=False))
+    await asyncio.to_thread(begun.wait, 60)
+    leaves.cancel()
+    go_on.set()
+    await asyncio.wait({leaves})
+    assert await engine._counted(["one"], is_cut=False) == 2
+    assert counted == [module.COUNTED_CHARS, len("one")]
 
 
 @pytest.mark.spec("H1")

@@ -125,6 +125,19 @@ def test_a_stream_says_the_same_as_a_whole_answer(chat: Child) -> None:
     assert "".join(parts) == whole["choices"][0]["message"]["content"]
 
 
+@pytest.mark.spec("F6", "J8")
+def test_answer_that_its_client_does_not_read_keeps_no_place_in_the_batch(chat: Child) -> None:
+    """Its eight texts are more than sockets and buffers on the way hold."""
+    body = {**CHAT, "n": 8, "max_tokens": 600, "ignore_eos": True, "stream": True}
+    conn = Connection(chat.path)
+    headers = {"content-type": "application/json"}
+    conn.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    unread = conn.getresponse()  # its head, and no more
+    until(lambda: chat.call("GET", "/admission")[1]["running"] == 0, 60)
+    assert unread.read().endswith(b"data: [DONE]\n\n"), "all of it is there for a late reader"
+    conn.close()
+
+
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize(
     ("change", "status"),

@@ -33,6 +33,7 @@ IMAGE = "tiny-draw"
 DRAW = {"model": IMAGE, "prompt": "a red circle on blue"}
 COLLATE_S = 30
 RUN_S = 60  # of forty jobs that take a few seconds together, on a busy machine
+SLACK_S = 5  # beyond what a ticket was told and its loads took longer: of jobs on a busy machine
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
 
 
@@ -209,8 +210,9 @@ def interleave(graph: Graph) -> None:
         # One window of the other model, and the loads; each job is bounded by `post`, too.
         swapping_s = sum(e["took_s"] for e in loads)
         assert max(max(each) for each in took) < COLLATE_S + swapping_s + RUN_S
+        longer_s = sum(max(0.0, e["took_s"] - e["predicted_ns"] / 1e9) for e in loads)
         for waited_s, told_s in waits(told):
-            assert waited_s < told_s + swapping_s, told  # loads take longer on a busy machine
+            assert waited_s < told_s + longer_s + SLACK_S, told
         assert cpu(graph)["loading_fraction"] > 0
     finally:
         drain(graph, held["lease"]["ticket"])

@@ -218,10 +218,7 @@ def test_load_by_hand_of_a_prefetch_under_way_takes_it_over() -> None:
     assert revoked(d.ask(12, "b", 60)) == []
 
 
-ONE = replace(PIPELINE, one_resident_roles=frozenset({"text"}))
-
-
-@pytest.mark.spec("A11")
+@pytest.mark.spec("C11", "D8")
 def test_load_that_no_request_waits_for_leads_to_no_prefetch() -> None:
     d = driver()
     d.at(30, ev.LoadAsked("embedding", "e1"))
@@ -232,6 +229,10 @@ def test_load_that_no_request_waits_for_leads_to_no_prefetch() -> None:
     assert d.at(33, told) == [LoadModel(HolderId("h"), "a")]
 
 
+ONE = replace(PIPELINE, one_resident_roles=frozenset({"text"}))
+
+
+@pytest.mark.spec("A11")
 def test_nothing_is_prefetched_beside_a_model_of_its_exclusion_group() -> None:
     d = driver(ONE)
     d.resident(5, "b", 5)
