@@ -20,7 +20,7 @@ from deployments.engines.protocol import Config
 
 T = TypeVar("T")
 
-# One step of a model: 30 s of speech heard, a clause spoken. They take a second or two on one core;
+# One step of a model: 30 s of speech heard, 10 s spoken. They take a second or two on one core;
 # a step that takes this long has hung in its library.
 STEP_MOST_S = 300.0
 # One pass over a batch: 32 texts of 512 tokens through 0.6 G parameters, or a step of four pictures
@@ -44,14 +44,14 @@ class OneThread:
 
     def __init__(self, name: str, most_s: float = STEP_MOST_S) -> None:
         self.most_s = most_s
-        self._pool = ThreadPoolExecutor(1, name)
+        self.executor = ThreadPoolExecutor(1, name)  # for a library that is to use the thread, too
         self._began_s: float | None = None  # of the step that runs now
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs a function in the thread, in its turn. A call that is cancelled before its turn
         never runs. Raises what `function` raises."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._timed, function, args
+            self.executor, self._timed, function, args
         )
 
     async def each(self, items: Iterator[T]) -> AsyncGenerator[T, None]:

@@ -12,7 +12,7 @@ within it AdmittingLLM.generate, which waits for a place in the batch (BatchGate
 import asyncio
 import os
 from argparse import Namespace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from arbiter.units import Content
 from deployments import messages
 from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
+    Asgi,
     CannotReload,
     Config,
     EngineLoadFailed,
@@ -57,7 +58,7 @@ from deployments.engines.vllm.batching.callers import HeldHead
 from deployments.engines.vllm.engine_core import core_watch, own_sockets
 from deployments.engines.vllm.engine_core.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.kv import kv_offload
-from deployments.engines.vllm.pictures import picture_slab
+from deployments.engines.vllm.pictures import picture_identity, picture_slab
 from deployments.engines.vllm.pictures.picture_identity import Pictures
 from deployments.engines.vllm.refusals_log import leave_out_refusals
 from deployments.engines.vllm.routes import pooling
@@ -249,7 +250,8 @@ class VllmEngine:
             self.hearing = _hearing(llm, self.args.served_model_name[0])
             return
         if self.args.ec_manager_config and llm.model_config.is_multimodal_model:
-            self.pictures = Pictures(llm, has_cache=picture_slab.has_slab(self.config))
+            name, has_cache = self.args.served_model_name[0], picture_slab.has_slab(self.config)
+            self.pictures = Pictures(llm, name, has_cache=has_cache)
             self.pictures.adopt(api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
         if not self.is_pooling:
@@ -290,9 +292,8 @@ class VllmEngine:
             return await self._transcribe(scope, receive, send)
         if self.is_pooling and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)
-        callers.begin(scope)  # here, because a request with pictures waits for its turn
-        if self.pictures is not None:
-            return await self.pictures.serve(self._infer, scope, receive, send)
+        if self.pictures is not None and scope["path"] == picture_identity.FACTS:
+            return await self.pictures.serve_facts(scope, send)
         await self._infer(scope, receive, send)
 
     async def _transcribe(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -312,15 +313,18 @@ class VllmEngine:
         if scope["path"] == "/admission":
             hold = await self.llm.engine_core.call_utility_async("hold_trace")
             return await asgi.respond(send, 200, {**self.gate.facts(), "hold": hold})
-        send = HeldHead(callers.current(), send)
+        send = HeldHead(callers.begin(scope), send)
+        api: Asgi = self.api
+        if self.pictures is not None:
+            api = partial(self.pictures.serve, self.api)
         if self.adapters is None:
-            return await self.api(scope, receive, send)
+            return await api(scope, receive, send)
         if scope["path"] == messages.ADAPTERS and scope["method"] == "POST":
             return await self.adapters.tell_tiers(receive, send)
         if scope["path"] == messages.ADAPTERS:
             trace = await self.llm.engine_core.call_utility_async("step_trace")
             return await asgi.respond(send, 200, {**await self.adapters.facts(), "trace": trace})
-        await self.adapters.serve(self.api, scope, receive, send)
+        await self.adapters.serve(api, scope, receive, send)
 
     async def _prewarm(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.prewarmer is None:
@@ -421,12 +425,14 @@ class VllmEngine:
         core where it has work."""
         assert self.llm is not None
         await self.llm.check_health()
-        turns = self.adapters.turns if self.adapters is not None else None
-        for task in (self.expiring, turns):
+        rebalancing = self.adapters.rebalancing if self.adapters is not None else None
+        for task in (self.expiring, rebalancing):
             if task is not None and task.done() and (error := task.exception()):
                 raise RuntimeError(f"a background task of the frontend failed: {error!r}")
         if self.hearing is not None:
             self.hearing.worker.check()
+        if self.pictures is not None:
+            self.pictures.check()
         if self.llm.output_processor.has_unfinished_requests():
             self.watch.check()
 

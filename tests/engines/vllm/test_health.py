@@ -105,7 +105,7 @@ async def test_engine_whose_pictures_expire_no_more_is_unhealthy(
     monkeypatch.setattr(picture_identity, "TICK_S", 0.0)
     engine = without_core()
     engine.llm.model_config = SimpleNamespace(model=str(tmp_path))  # type: ignore[union-attr, assignment]
-    pictures = Pictures(engine.llm, has_cache=has_cache)  # type: ignore[arg-type]
+    pictures = Pictures(engine.llm, "m", has_cache=has_cache)  # type: ignore[arg-type]
     engine.expiring = asyncio.ensure_future(pictures.expire())
     await engine.health()
     await asyncio.wait({engine.expiring})
@@ -127,7 +127,7 @@ async def test_engine_whose_adapters_change_their_tiers_no_more_is_unhealthy(
     models = SimpleNamespace(lora_requests={}, model_name=lambda lora=None: "")
     service.adopt(engine.llm, SimpleNamespace(openai_serving_models=models))  # type: ignore[arg-type]
     await engine.health()
-    assert service.turns is not None
-    await asyncio.wait({service.turns})
+    assert service.rebalancing is not None
+    await asyncio.wait({service.rebalancing})
     with pytest.raises(RuntimeError, match=r"task of the frontend failed.*keep_adapters failed"):
         await engine.health()

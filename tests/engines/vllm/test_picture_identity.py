@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from deployments import messages
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
-from deployments.engines.vllm.batching.picture_turns import end_turn
+from deployments.engines.vllm.batching import callers
+from deployments.engines.vllm.batching.batch_gate import RequestExpired
+from deployments.engines.vllm.batching.picture_turns import PictureTurns, end_turn
 from deployments.engines.vllm.pictures import picture_identity
 from tests.support.archives import growth
 from tests.support.drawings import drawing
@@ -23,7 +26,7 @@ from tests.support.pictures import png
 @pytest.fixture
 def seeing(tmp_path: Path) -> picture_identity.Pictures:
     llm: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
-    return picture_identity.Pictures(llm, has_cache=False)
+    return picture_identity.Pictures(llm, "m", has_cache=False)
 
 
 @pytest.mark.spec("H2", "L3")
@@ -124,3 +127,41 @@ async def test_turn_ends_with_a_request_whose_pictures_reach_no_model(
             scope = {"path": "/v1/messages/count_tokens", "headers": []}
             with pytest.raises(ConnectionError):
                 await seeing.serve(api, scope, asgi.replay(raw, asgi.never), asgi.never)
+
+
+@pytest.mark.spec("H8", "F6")
+async def test_turns_go_by_priority_and_end_at_a_deadline_or_when_the_client_leaves() -> None:
+    turns, order = PictureTurns(), list[str]()
+    left = asyncio.Event()
+
+    async def gone() -> dict[str, Any]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def asked(name: str, priority: int, receive: Any = asgi.never, within: str = "") -> None:
+        headers = {messages.PRIORITY_HEADER: str(priority), messages.DEADLINE_HEADER: within}
+        callers.begin({"headers": [(k.encode(), v.encode()) for k, v in headers.items() if v]})
+        if await turns.take("m", receive):
+            with turns.until_end():
+                order.append(name)
+
+    async with asyncio.timeout(60):
+        assert await turns.take("m", asgi.never)
+        batch = asyncio.ensure_future(asked("batch", 4))
+        leaves = asyncio.ensure_future(asked("leaves", 2, gone))
+        late = asyncio.ensure_future(asked("late", 2, within="0.01"))
+        await asyncio.sleep(0)
+        urgent = asyncio.ensure_future(asked("urgent", 0))
+        with pytest.raises(RequestExpired):
+            await late
+        left.set()
+        await leaves
+        cancelled = asyncio.ensure_future(asked("cancelled", 1))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with turns.until_end():
+            end_turn()
+            end_turn()
+        await asyncio.gather(batch, urgent)
+        assert order == ["urgent", "batch"]
+        assert await turns.take("m", asgi.never), "none is left behind"

@@ -150,7 +150,7 @@ class Engine:
         self.images = rows[Content.ADAPTER]
         (pool.folder / model).mkdir(exist_ok=True)
         named = SimpleNamespace(model_config=SimpleNamespace(model=str(pool.folder / model)))
-        self.identities: Any = Pictures(named, has_cache=True)
+        self.identities: Any = Pictures(named, "m", has_cache=True)
         self.numbers = dice.sample(range(1, 100), len(ASKERS))  # vLLM's, of this life
         self.asked = 0
         self.served: Counter[Content] = Counter()

@@ -171,7 +171,7 @@ class AdapterService:
         self._names: dict[str, str] = {}  # digest to name, as it was asked for last
         self.mover = AdapterMover(self.gate)
         self._rebalance_s = float(section.get("rebalance_s", REBALANCE_S))
-        self.turns: asyncio.Task[None] | None = None  # of the mover; it never ends by itself
+        self.rebalancing: asyncio.Task[None] | None = None  # runs as long as the engine
         self._pins: dict[str, CatalogueEntry] = {}  # by digest
         self._leaving: set[str] = set()  # digests of removed tenants, which leave once unused
         self._leaver: asyncio.Task[None] | None = None
@@ -320,7 +320,7 @@ class AdapterService:
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
         """Lets vLLM's routes resolve a model's name through the request that has it."""
         self.llm = self.mover.llm = llm
-        self.turns = asyncio.ensure_future(self.mover.run(self._rebalance_s))
+        self.rebalancing = asyncio.ensure_future(self.mover.run(self._rebalance_s))
         models = state.openai_serving_models
         models.lora_requests = _AskedAdapters()
         plain_name = models.model_name

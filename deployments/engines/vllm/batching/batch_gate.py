@@ -46,7 +46,7 @@ class AdaptersBusy(RequestError):
 
 
 class RequestExpired(RequestError):
-    """The request's deadline passed before the engine began with it; it has cost no compute."""
+    """The deadline passed before the engine began with the request; it has cost no step."""
 
     status_code, code = 503, "deadline_unmet"
 

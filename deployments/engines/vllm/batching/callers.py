@@ -1,5 +1,6 @@
 """Whose request this is, how urgent, and until when it must have begun: what the front and the
-replica say in its headers, kept from the route that reads them to `generate`, where it waits.
+replica say in its headers, kept from the route that reads them to where it waits: for the turn of
+its pictures, and in `generate`.
 
 A client cannot say any of it, because the front passes none of a client's own headers of these
 names on.

@@ -12,8 +12,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -26,7 +24,9 @@ from deployments import messages
 from deployments.config import model_content
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
+from deployments.engines.one_thread import OneThread
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
+from deployments.engines.vllm.batching.batch_gate import RequestExpired
 from deployments.engines.vllm.batching.picture_turns import PictureTurns
 from deployments.requests.picture_bounds import BROKEN
 
@@ -51,23 +51,22 @@ class Pictures:
     """Gives each picture of a request its identity. One per engine of a model that sees.
     `has_cache`: whether the cache is ours, in a slab; else vLLM's own keeps pictures."""
 
-    def __init__(self, llm: AsyncLLM, *, has_cache: bool) -> None:
-        self._llm, self._has_cache = llm, has_cache
+    def __init__(self, llm: AsyncLLM, served_name: str, *, has_cache: bool) -> None:
+        self._llm, self._served_name, self._has_cache = llm, served_name, has_cache
         self._reader = ImageMediaIO()
         self._turns = PictureTurns()
         # One thread, because it goes on with the pictures of a client that has left, when the turn
         # is another request's.
-        self._decoder = ThreadPoolExecutor(1, "decode")
+        self._decoder = OneThread("decode")
         self._model = model_content.content_of(llm.model_config.model)
 
     def adopt(self, state: Any) -> None:
         """Has vLLM's routes pass identities on; `state` is that of its application."""
         state.anthropic_serving_messages.__class__ = NamedMessages
-        connector.global_thread_pool = self._decoder
+        connector.global_thread_pool = self._decoder.executor
 
     async def serve(self, api: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == FACTS:
-            return await self._facts(scope, send)
+        """Answers one request after its pictures have their identities."""
         body = await asgi.read_body(receive)
         if body is None:
             return
@@ -78,21 +77,30 @@ class Pictures:
             return await asgi.refuse_request(send, error)
         if not pictures:
             return await api(scope, asgi.replay(body, receive), send)
-        async with self._turns.turn():
-            work = partial(self._named, fields, pictures, tenant)
+        try:
+            if not await self._turns.take(self._served_name, receive):
+                return
+        except RequestExpired as error:
+            return await asgi.refuse_request(send, error)
+        with self._turns.until_end():
             try:
-                named = await asyncio.get_running_loop().run_in_executor(self._decoder, work)
+                named = await self._decoder.run(self._named, fields, pictures, tenant)
             except BadField as error:
                 return await asgi.refuse_request(send, error)
             await api(scope, asgi.replay(named, receive), send)
 
-    async def _facts(self, scope: Scope, send: Send) -> None:
+    async def serve_facts(self, scope: Scope, send: Send) -> None:
+        """Answers what the cache holds; DELETE empties it first of what no step reads."""
         if not self._has_cache:
             return await asgi.refuse(send, 404, "vLLM's own cache keeps this engine's pictures")
         if scope["method"] == "DELETE":
             await self.purge()
         facts = await self._llm.engine_core.call_utility_async("picture_facts")
         await asgi.respond(send, 200, facts)
+
+    def check(self) -> None:
+        """Raises RuntimeError when a picture has hung in its decoder."""
+        self._decoder.check()
 
     async def purge(self) -> None:
         """Drops every projected picture that no step reads."""
