@@ -108,13 +108,12 @@ class SideStream:
                     await self._flush(send)
             if not self.is_whole:
                 raise SideStreamBroken
-            await send({"type": "http.response.body", "body": b""})
+            await self._pass(send, {"type": "http.response.body", "body": b""})
         finally:
             self.carried.set()
 
     async def _flush(self, send: Send) -> None:
-        """Sends what is held as one piece, if it is not large. Raises SideStreamBroken where the
-        reader takes nothing for UNREAD_S."""
+        """Sends what is held as one piece, if it is not large. Raises SideStreamBroken."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -126,17 +125,24 @@ class SideStream:
         try:
             for at in range(0, len(held), _PIECE_BYTES):
                 piece = held[at : at + _PIECE_BYTES]
-                async with asyncio.timeout(UNREAD_S):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except TimeoutError:
-            self.is_broken = True
-            self.end(is_whole=False)
-            raise SideStreamBroken from None
+                message = {"type": "http.response.body", "body": piece, "more_body": True}
+                await self._pass(send, message)
         finally:
             self._is_sending = False
         self._sent += 1
         is_joined = self._sent >= messages.FIRST_PIECES
         self._due_s = asyncio.get_running_loop().time() + JOIN_S if is_joined else 0.0
+
+    async def _pass(self, send: Send, message: dict[str, Any]) -> None:
+        """Passes a message on once the reader's socket takes it. Raises SideStreamBroken where the
+        reader takes nothing for UNREAD_S."""
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                await send(message)
+        except TimeoutError:
+            self.is_broken = True
+            self.end(is_whole=False)
+            raise SideStreamBroken from None
 
 
 class SideStreams:

@@ -128,6 +128,24 @@ async def test_stream_whose_reader_takes_nothing_is_broken_and_leaves_its_engine
         await pieces.aclose()
 
 
+async def test_end_that_no_reader_takes_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn's `send` waits first for what is in the socket's buffer."""
+    monkeypatch.setattr(side_streams, "UNREAD_S", 0.05)
+
+    async def send(message: Any) -> None:
+        if not message.get("more_body"):
+            await asyncio.Event().wait()
+
+    stream = SideStream()
+    carrying = asyncio.ensure_future(stream.carry(send))
+    await stream.put(b"data: 1\n\n")
+    stream.end(is_whole=True)
+    async with asyncio.timeout(60):
+        with pytest.raises(side_streams.SideStreamBroken):
+            await carrying
+    assert stream.carried.is_set() and stream.is_broken
+
+
 class Sent:
     """The `send` of the reader's connection."""
 
