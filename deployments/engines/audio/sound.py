@@ -117,12 +117,13 @@ def parts(raw: bytes, most_s: float, count: int) -> Iterator[np.ndarray]:
 
 
 def _options(raw: bytes) -> dict[str, str]:
-    edits_count = max((int.from_bytes(count, "big") for count in _EDITS.findall(raw)), default=0)
+    lists = _EDITS.finditer(raw)  # one at a time, because a hostile file has millions
+    has_many_edits = any(int.from_bytes(edits[1], "big") > MOST_EDITS for edits in lists)
     return {
         "format_whitelist": FORMATS,
         "protocol_whitelist": "",
         "max_streams": str(MOST_STREAMS),
-        "ignore_editlist": str(int(edits_count > MOST_EDITS)),
+        "ignore_editlist": str(int(has_many_edits)),
     }
 
 

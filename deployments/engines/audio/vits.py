@@ -7,7 +7,8 @@ for its speakers: `{alloy: joe}`), `phrases` (texts whose speech is kept, as "On
 `threads` (default: the model's, else one for each core, at most 4).
 
 A voice is one .onnx file with its .onnx.json beside it. Text is spoken clause by clause: the first
-is on its way while the next is made, and a client that leaves stops its work after the clause.
+is on its way while the next is made, and a client that leaves stops its work after some 10 s of
+sound (voices.RUN_PHONEMES).
 Source: github.com/OHF-Voice/piper1-gpl (docs, VITS training), arXiv 2106.06103.
 """
 
@@ -63,7 +64,8 @@ def open_voice(config: Config) -> Voice:
 
 
 class SpeechEngine:
-    """An engine that speaks, with any Voice, in one thread. Requests take turns by clause."""
+    """An engine that speaks, with any Voice, in one thread. Requests take turns by run
+    (voices.RUN_PHONEMES)."""
 
     can_sleep = False
 
@@ -132,14 +134,16 @@ class SpeechEngine:
         for number, (text, clause) in enumerate(clauses, 1):
             key = (text, voice, request.speed)
             kept = self.kept.get(key)
+            is_kept = kept is None and self.kept.may_keep(text)
             spoken: list[np.ndarray] = []
             speech = self.voice.speak(clause, voice, request.speed) if kept is None else [kept]
             progress.input_tokens += len(clause)
             for samples in speech:
-                spoken.append(samples)
+                if is_kept:
+                    spoken.append(samples)
                 progress.output_tokens += len(samples) // HOP
                 yield encoder.add(samples)
-            if kept is None:
+            if is_kept:
                 self.kept.keep(key, np.concatenate(spoken))
             if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
                 progress.output_tokens += len(pause) // HOP
@@ -171,6 +175,10 @@ class PhraseCache:
         self._kept: OrderedDict[tuple[str, str, float], np.ndarray] = OrderedDict()
         self.size_bytes = 0
 
+    def may_keep(self, text: str) -> bool:
+        """Says whether a clause is one of those that are configured."""
+        return text in self._texts
+
     def get(self, key: tuple[str, str, float]) -> np.ndarray | None:
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -179,7 +187,7 @@ class PhraseCache:
     def keep(self, key: tuple[str, str, float], samples: np.ndarray) -> None:
         """Keeps the speech of a configured clause. Where there is no room, the clause that was used
         longest ago is dropped."""
-        if key[0] not in self._texts or samples.nbytes > self._most_bytes:
+        if not self.may_keep(key[0]) or samples.nbytes > self._most_bytes:
             return
         self._kept[key] = samples
         self.size_bytes += samples.nbytes

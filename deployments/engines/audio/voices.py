@@ -15,7 +15,7 @@ from deployments.engines.audio.espeak import Espeak, NoSuchVoice
 from deployments.engines.audio.ready_graphs import open_graph
 from deployments.engines.protocol import EngineLoadFailed
 
-# A clause that is spoken at once: memory grows with it, and the first one is waited for.
+# A clause, of which the first is waited for. What is spoken at once has the bound below.
 CLAUSE_CHARACTERS = 150
 # What a model speaks at once at its usual speed: a clause of prose has 165 phonemes, but 40 signs
 # that are spelt out have 600. Time and memory grow with the sound, which is longer where it is

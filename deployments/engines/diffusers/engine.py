@@ -14,9 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from deployments.engines.diffusers.batches import (
 )
 from deployments.engines.diffusers.pipeline import Pipeline
 from deployments.engines.forms import Form
+from deployments.engines.one_thread import OneThread
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.requests.image_fields import ImageFields, VariationFields
 
@@ -64,7 +63,7 @@ class DiffusersEngine:
         self.dispatch_lock = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.batches = Batches(self._draw, args.get("max_batch", 4))
         # One thread, because an upload is 64 MiB once it is decoded, until it is reduced.
-        self.decoder = ThreadPoolExecutor(1, "decode")
+        self.decoder = OneThread("decode")
         self.adapters: AdapterResolver | None = None
         self.parked: host_copy.HostCopy | None = None
         self.removed_tenants: list[str] = []  # removed while the engine was asleep
@@ -111,6 +110,7 @@ class DiffusersEngine:
     async def health(self) -> None:
         assert self.running and not self.running.done(), "the batching task has ended"
         self.batches.worker.check()
+        self.decoder.check()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -177,8 +177,7 @@ class DiffusersEngine:
         limits, edit = self.pipeline.limits, None
         adapter = await self._adapter(name, tenant)
         if form is not None:
-            work = partial(requests.edit_of, form, fields, limits)
-            edit = await asyncio.get_running_loop().run_in_executor(self.decoder, work)
+            edit = await self.decoder.run(requests.edit_of, form, fields, limits)
         setting = requests.setting_of(fields, limits, adapter, edit)
         seed = secrets.randbits(32) if fields.x_seed is None else fields.x_seed
         seeds = range(seed, seed + (fields.n or 1))
