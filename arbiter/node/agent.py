@@ -36,6 +36,7 @@ logger = logging.getLogger("arbiter.agent")
 
 REPORT_EVERY_S = 1.0  # B1: within 2 s on the books
 REPORT_SOON_S = 0.25  # A10
+LOGS_EVERY_S = 60.0  # a log that is to be cut has grown for an hour
 READS_COUNT = 3  # at most for one report: engines may come and go without end
 
 
@@ -79,6 +80,7 @@ class NodeAgent:
         for work in (
             self._report_regularly(),
             self._watch_ends(),
+            self._shorten_logs(),
             self._copies.keep_swept(),
             *keeps,
         ):
@@ -249,14 +251,19 @@ class NodeAgent:
             self._collect_dead(*await asyncio.to_thread(children.find_processes))
             self._reports.note_returned()
             await self._report()
-            tickets = tuple(self._engines.children.by_ticket)
-            await asyncio.to_thread(self._logs.shorten, tickets)
             busy = self._engines.are_ending or self._reports.are_open or not self._is_delivered
             try:
                 async with asyncio.timeout(REPORT_SOON_S if busy else REPORT_EVERY_S):
                     await self._wakeup.wait()
             except TimeoutError:
                 continue
+
+    async def _shorten_logs(self) -> None:
+        """Apart from the readings, which no disk of logs that hangs may stop."""
+        while True:
+            await asyncio.sleep(LOGS_EVERY_S)
+            tickets = tuple(self._engines.children.by_ticket)
+            await asyncio.to_thread(self._logs.shorten, tickets)
 
     async def _watch_ends(self) -> None:
         """Collects ended engines as soon as one died, also while a reading is taken: a request may
