@@ -34,14 +34,18 @@ class AdapterInvalid(RequestError):
 class AdaptersAway(RequestError):
     """The folder of an adapter cannot be read now."""
 
-    status_code, code, retry_after_s = 503, "adapters_away", 5.0  # as long as a front looks
+    # When a client is to ask again: a file server that is away is back after seconds, if it is.
+    status_code, code, retry_after_s = 503, "adapters_away", 5.0
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(name, why)
         self.name, self.why = name, why
 
     def __str__(self) -> str:
-        return f"whether {self.name!r} is an adapter cannot be told now: {self.why}"
+        return (
+            f"adapter {self.name!r} cannot be read now, or whether there is one of this name:"
+            f" {self.why}; ask again in {self.retry_after_s:.0f} s"
+        )
 
 
 def unreadable(name: str, error: OSError) -> AdapterInvalid | AdaptersAway:

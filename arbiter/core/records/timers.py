@@ -8,6 +8,7 @@ from arbiter.units import Instant
 
 NEVER = Instant(2**63 - 1)  # 292 years
 Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node", id), ...
+SPARE_COUNT = 64  # places of a small heap that may be stale: it is made anew seldom
 
 
 class Timers:
@@ -26,7 +27,7 @@ class Timers:
             self._at[subject] = at
             heapq.heappush(self._heap, (at, subject))
             # A time that was replaced stays in the heap until it is due, which may be in a year.
-            if len(self._heap) > 2 * len(self._at) + 64:
+            if len(self._heap) > 2 * len(self._at) + SPARE_COUNT:
                 self._heap = [(at, subject) for subject, at in self._at.items()]
                 heapq.heapify(self._heap)
 
