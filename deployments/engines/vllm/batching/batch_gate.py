@@ -82,6 +82,7 @@ class BatchGate:
         self._slotted_s: dict[str, float] = {}  # of adapters that run: since when
         self._bypassed: dict[int, int] = {}
         self._waiting: dict[int, _Waiting] = {}
+        self._counts: Counter[tuple[int, str]] = Counter()  # of these, by priority and tenant
         self._placed: set[int] = set()  # keys of the requests that have a place
         self._numbers = itertools.count()
 
@@ -112,6 +113,7 @@ class BatchGate:
         request = WaitingRequest(key, adapter, since_s, tenant, priority, tokens, expires_s)
         entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = _Waiting(request, name, entered)
+        self._counts[priority, tenant] += 1
         self.shares.begin_wait(tenant, adapter)
         self._admit()
         self._bound_wait(request, name, entered)
@@ -131,20 +133,27 @@ class BatchGate:
         whether there is any that must give way: of the least urgent priority, of the tenant with
         the most requests there, the newest. It gives way to a more urgent request, and to one of a
         tenant that has fewer requests there, also with the new one."""
-        waiting = [one for one in self._waiting.values() if not one.entered.done()]
-        least = max((one.request.priority for one in waiting), default=priority)
-        late = [one for one in waiting if one.request.priority == least]
-        counts = Counter(one.request.tenant for one in late)
-        largest, most = counts.most_common(1)[0] if counts else (tenant, 0)
-        if priority > least or (priority == least and counts[tenant] + 1 >= most):
+        least = max((each for each, _ in self._counts), default=priority)
+        here = {name: count for (each, name), count in self._counts.items() if each == least}
+        largest = max(here, key=here.__getitem__, default=tenant)
+        has_fewer = here.get(tenant, 0) + 1 < here.get(largest, 0)
+        if priority > least or (priority == least and not has_fewer):
             return False
-        last = [one for one in late if one.request.tenant == largest][-1]
-        self._remove(last.request)
-        last.entered.set_exception(QueueFull(last.name, MAX_WAITING, MAX_WAITING, RETRY_S))
-        return True
+        for last in reversed(self._waiting.values()):
+            is_of_these = (last.request.priority, last.request.tenant) == (least, largest)
+            if is_of_these and not last.entered.done():
+                self._remove(last.request)
+                error = QueueFull(last.name, MAX_WAITING, MAX_WAITING, RETRY_S)
+                last.entered.set_exception(error)
+                return True
+        return False
 
     def _remove(self, request: WaitingRequest) -> None:
         del self._waiting[request.key]
+        kind = request.priority, request.tenant
+        self._counts[kind] -= 1
+        if not self._counts[kind]:
+            del self._counts[kind]
         self.shares.end_wait(request.tenant, request.adapter)
 
     def _bound_wait(
